@@ -42,6 +42,7 @@ from proxy.serving.forwarding import Arrivals, Forwarding
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.wire.body import Body, parse_call
 from proxy.wire.dialect import Call, Dialect
+from proxy.wire.gemini import GeminiDialect, addressed
 
 _PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>.+?)/?")
 
@@ -111,15 +112,25 @@ class AgentEndpoints:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Raises web.HTTPNotFound for a GET of a response, which is not kept."""
+        gemini = addressed(request.path, request.query.get("alt", ""))
+        if gemini is not None and request.method == "POST":
+            trial, route, dialect = gemini
+            return await self._handled(Exchange(request, dialect, trial, route, self._held()))
         trial, route = split_path(request.path)
         if request.method == "GET" and route == "responses":
             return _no_websocket(request)
-        dialect = self._dialects.get(route.removesuffix(COUNT))
+        named = self._dialects.get(route.removesuffix(COUNT))
         if route.partition("/")[0] == "models" and request.method == "GET":
-            dialect = self._dialects["chat/completions"]
-        elif dialect is None or request.method != "POST":
+            named = self._dialects["chat/completions"]
+        elif named is None or request.method != "POST":
             return self._not_found(request, route)
-        exchange = Exchange(request, dialect, trial, route, HeldBody(self._bodies))
+        return await self._handled(Exchange(request, named, trial, route, self._held()))
+
+    def _held(self) -> HeldBody:
+        return HeldBody(self._bodies)
+
+    async def _handled(self, exchange: Exchange) -> web.StreamResponse:
+        """The response to a request, also where it is an error."""
         try:
             response = await self._respond(exchange)
         except ProxyError as error:
@@ -137,13 +148,15 @@ class AgentEndpoints:
 
     async def _respond(self, exchange: Exchange) -> web.StreamResponse:
         request, route = exchange.request, exchange.route
-        live = await self._sessions.authorise(api_key(request.headers), exchange.trial)
+        key = api_key(request.headers) or _google_key(request)
+        live = await self._sessions.authorise(key, exchange.trial)
         exchange.live = live
         live.users += 1
         try:
             if request.method == "GET":
                 return self._models(route.partition("/")[2])
-            if route.endswith(COUNT):
+            counts = isinstance(exchange.dialect, GeminiDialect) and exchange.dialect.counts
+            if counts or route.endswith(COUNT):
                 return await self._count(exchange, live)
             return await self._answer(exchange, live)
         finally:
@@ -219,7 +232,10 @@ class AgentEndpoints:
     async def _count(self, exchange: Exchange, live: LiveSession) -> web.StreamResponse:
         """Counts the tokens of a prompt; nothing is sampled or recorded."""
         call = await self._parse(exchange, live)
-        return _json({"input_tokens": await self._calls.count_tokens(live, call.conversation)})
+        tokens = await self._calls.count_tokens(live, call.conversation)
+        if isinstance(exchange.dialect, GeminiDialect):
+            return _json(exchange.dialect.counted(tokens))
+        return _json({"input_tokens": tokens})
 
     def _not_found(self, request: web.Request, route: str) -> web.Response:
         """Says what to type instead, in OpenAI's form, which the clients print."""
@@ -306,6 +322,11 @@ def split_path(path: str) -> tuple[str | None, str]:
     """`/{trial_id}/v1/chat/completions` → (trial_id, "chat/completions"); `/v1/v1` is `/v1`."""
     found = _PATH.fullmatch(path)
     return (found["trial"], found["route"]) if found else (None, "")
+
+
+def _google_key(request: web.Request) -> str | None:
+    """The key as Google's clients send it."""
+    return request.headers.get("x-goog-api-key") or request.query.get("key")
 
 
 def _no_websocket(request: web.Request) -> web.Response:

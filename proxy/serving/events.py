@@ -41,6 +41,7 @@ class EventSender:
         self._pieces = watcher.call.stream.pieces
         self._writer = writer
         self._limits = limits
+        self._keep_alive: bytes = getattr(writer, "keep_alive", KEEP_ALIVE)
         self._loop = asyncio.get_running_loop()
         self._sent = 0
         """Number of pieces that were sent."""
@@ -88,7 +89,7 @@ class EventSender:
                 else:
                     self._following = self._loop.create_future()
                     if await self._following and self._watcher.call.turns:
-                        await self._write(KEEP_ALIVE)
+                        await self._write(self._keep_alive)
         finally:
             self._silence.cancel()
             stream.followers.remove(self._follow)
