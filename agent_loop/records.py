@@ -53,6 +53,10 @@ class Task:
         return ""
 
 
+SEEN = ".trial"
+"""Name of each trial's directory, as its programs see it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One attempt at a task, with a session and a directory of its own.
@@ -102,6 +106,17 @@ class Trial:
     def agent_directory(self) -> Path:
         """A directory for the agent's own files, such as its settings and its transcript."""
         return self.directory / "agent"
+
+    @property
+    def seen_at(self) -> tuple[Path, Path] | None:
+        """The trial's directory, and the path at which its programs see it: the same one in every
+        trial, so that prompts that name it begin alike. None: they see it at its own path, because
+        no wall hides those of other trials."""
+        folder = self.directory.resolve().parent
+        hidden = () if self.wall is None else self.wall.hide
+        if not any(folder.is_relative_to(Path(path).resolve()) for path in hidden):
+            return None
+        return self.directory, self.directory.absolute().parent / SEEN
 
     @property
     def task_file(self) -> Path:

@@ -33,6 +33,7 @@ from agent_loop.errors import AgentLoopError, BranchError, LostAgentError
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.patience import patiently
 from agent_loop.records import (
+    SEEN,
     AgentEnd,
     AgentResult,
     FinishedTrial,
@@ -248,7 +249,7 @@ class _TrialRun:
         metadata = {
             "task_id": attempt.task.task_id,
             "source": attempt.task.source,
-            FOLDER: str(self._directory.resolve()),  # as its programs see it
+            FOLDER: str(self._seen_directory),
         }
         settings: dict[str, Any] = {
             "kind": attempt.kind,
@@ -262,6 +263,12 @@ class _TrialRun:
             return await loop.proxy.branch(attempt.origin, attempt.trial_id, **settings)
         profile = loop.recording.profile
         return await loop.proxy.create_session(attempt.trial_id, profile=profile, **settings)
+
+    @property
+    def _seen_directory(self) -> Path:
+        """The trial's directory as its programs see it."""
+        directory = self._directory.resolve()
+        return directory if self._loop.wall is None else directory.parent / SEEN
 
     async def _wall(self, base_url: str) -> Wall | None:
         loop = self._loop

@@ -104,7 +104,7 @@ def missing() -> str | None:
 
 def enter(
     hide: Sequence[str],
-    keep: Sequence[str],
+    keep: Sequence[Sequence[str]],
     body: Callable[[], NoReturn],
     *,
     left_over_fd: int = -1,
@@ -114,7 +114,8 @@ def enter(
 
     Args:
         hide: files and folders that are empty behind the wall; those that do not exist are ignored.
-        keep: files and folders inside them that stay visible and writable.
+        keep: files and folders that are visible and writable, each with the path at which it is:
+            its own, or another one inside a hidden folder.
         left_over_fd: gets the number of processes that the agent left running, 4 bytes.
 
     Raises:
@@ -192,7 +193,7 @@ def join(
 
 def _init(
     hide: Sequence[str],
-    keep: Sequence[str],
+    keep: Sequence[Sequence[str]],
     body: Callable[[], NoReturn],
     as_root: bool,
     status_fd: int,
@@ -223,13 +224,27 @@ def _init(
             os._exit(0)
 
 
-def _cover(hide: Sequence[str], keep: Sequence[str]) -> None:
+def stand_at(folder: str, path: str) -> None:
+    """Makes a folder visible at another path beside its own, for this process and its children.
+    Their parent's other entries are hidden. Raises OSError if the kernel refuses."""
+    if os.geteuid() == 0:
+        _unshare(CLONE_NEWNS)
+    else:
+        uid, gid = os.geteuid(), os.getegid()
+        _unshare(CLONE_NEWUSER | CLONE_NEWNS)
+        _map_own_ids(uid, gid)
+    _mount(None, "/", None, MS_REC | MS_PRIVATE)
+    _cover([os.path.dirname(path)], [(folder, folder), (folder, path)])
+
+
+def _cover(hide: Sequence[str], keep: Sequence[Sequence[str]]) -> None:
     """Hides paths, outer ones first, then makes `keep` visible again by descriptors that were
     opened before."""
-    opened = [(path, os.open(path, os.O_PATH)) for path in map(os.path.realpath, keep)]
+    opened = [(os.path.realpath(path), os.open(kept, os.O_PATH)) for kept, path in keep]
+    kept_paths = [os.path.realpath(kept) for kept, _ in keep]
     covered = sorted({os.path.realpath(path) for path in hide}, key=len)
     for path in covered:
-        if any(_is_within(path, kept) for kept, _ in opened):
+        if any(_is_within(path, kept) for kept in kept_paths):
             continue  # inside a kept folder
         if os.path.isdir(path):
             _mount("wall", path, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")

@@ -83,6 +83,7 @@ async def run_agent(
         limits=settings.limits,
         wall=trial.wall if env.get(GPUS) != "" else _without_gpus(trial.wall),
         visible=(*trial.visible, *visible),
+        seen_at=trial.seen_at,
     )
     return await host.run(job, lifeline)
 

@@ -86,6 +86,9 @@ class Job:
     """The wall behind which the job runs; None: it sees what this process sees."""
     visible: Sequence[Path] = ()
     """Existing files and folders that stay visible, and writable, inside hidden folders."""
+    seen_at: tuple[Path, Path] | None = None
+    """A folder, and the path beside it at which the job sees it: behind a wall instead of its own,
+    and without one beside its own. `argv`, `env`, `call` and `cwd` name the folder's own path."""
 
     @property
     def name(self) -> str:
@@ -95,11 +98,16 @@ class Job:
         """Descriptor of a file in memory that holds the job as JSON; a pipe would block at
         64 KiB. `sandbox`: id of a process in the sandbox of a strict wall. `descriptors`: what
         follows the report's descriptor."""
-        fields = {
+        walled = self.wall is not None
+        named: dict[str, Any] = {
             "argv": [str(part) for part in self.argv],
             "call": self.call,
             "cwd": str(self.cwd.absolute()),
             "env": dict(self.env),
+        }
+        fields = {
+            **(self._as_seen(named) if walled else named),
+            "beside": None if walled or self.seen_at is None else [*map(str, self.seen_at)],
             "log": str(self.log),
             "stderr_log": str(self.stderr_log) if self.stderr_log else None,
             "log_bytes": self.log_bytes,
@@ -118,16 +126,35 @@ class Job:
     def sandbox_spec(self, show: Sequence[str], hide: Sequence[str]) -> SandboxSpec:
         """The sandbox of a strict wall, which hides the home folder, too."""
         binds = [Bind(path, path, read_only=True) for path in map(Path, show) if path.exists()]
-        own = [path.resolve() for path in self.visible]
         hidden = [path.resolve() for path in (Path.home(), *map(Path, hide)) if path.exists()]
-        return SandboxSpec([*binds, *(Bind(path, path) for path in own)], hidden)
+        own = [Bind(path.resolve(), self._seen(path).resolve()) for path in self.visible]
+        return SandboxSpec([*binds, *own], hidden)
 
     def _wall(self, behind: Wall, sandbox: int | None) -> dict[str, Any]:
         return {
             "hide": list(behind.hide),
-            "keep": [str(path.absolute()) for path in self.visible],
+            "keep": [[str(path.absolute()), str(self._seen(path))] for path in self.visible],
             "sandbox": sandbox,
         }
+
+    def _seen(self, path: Path) -> Path:
+        """The path at which a job behind a wall sees `path`."""
+        if self.seen_at is None:
+            return path.absolute()
+        own, seen = (each.absolute() for each in self.seen_at)
+        within = path.absolute().is_relative_to(own)
+        return seen / path.absolute().relative_to(own) if within else path.absolute()
+
+    def _as_seen(self, value: Any) -> Any:
+        """The value with the path of `seen_at` in place of the folder's own, in every text."""
+        if self.seen_at is None:
+            return value
+        if isinstance(value, str):
+            own, seen = (str(each.absolute()) for each in self.seen_at)
+            return value.replace(own, seen)
+        if isinstance(value, Mapping):
+            return {name: self._as_seen(part) for name, part in value.items()}
+        return [self._as_seen(part) for part in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)

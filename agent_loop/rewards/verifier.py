@@ -124,6 +124,7 @@ class Verifier:
             stderr_log=trial.directory / "verifier.stderr.log",
             timeout_s=settings.timeout_s,
             limits=settings.limits,
+            seen_at=trial.seen_at,
         )
 
     def _read(self, rewards: Path, ended: Ended, stderr: str) -> Graded:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from agent_loop.records import Group, Rollout, RolloutStatus
+from proxy.records import Ids
 from trainer.batch import Batch
 
 Metrics = dict[str, float]
@@ -36,7 +37,7 @@ def rollout_metrics(groups: Sequence[Group], *, success_at: float) -> Metrics:
         "rollout/with_prefix": _mean([float(bool(rollout.prefix)) for rollout in rollouts]),
         "rollout/uniform_groups": _mean([float(group.uniform) for group in groups]),
     }
-    metrics |= _lost_trials(rollouts)
+    metrics |= _lost_trials(rollouts) | _shared_prompts(groups)
     if usable:
         # A rollout that begins with recorded turns says nothing about the policy from the start.
         from_start = [rollout for rollout in usable if not rollout.prefix] or usable
@@ -77,6 +78,30 @@ def mismatch_metrics(batch: Batch, logprobs: torch.Tensor, version: int) -> Metr
         metrics["mismatch/logp_abs_max"] = float(fresh.abs().max())
         metrics["mismatch/logp_mean"] = float(fresh.mean())
     return metrics
+
+
+def _shared_prompts(groups: Sequence[Group]) -> Metrics:
+    """How much of the first prompts of a group's trials is the same, as a share of their mean
+    length, and the position at which they part. A share far below 1 costs prefill and training
+    time: something (a folder, a date, an id) stands early in the prompt and differs by trial."""
+    shares, parts = [], []
+    for group in groups:
+        prompts = [_first_prompt(rollout) for rollout in group.rollouts if rollout.segments]
+        if len(prompts) < 2:
+            continue
+        size = min(map(len, prompts))
+        same = np.all([prompt[:size] == prompts[0][:size] for prompt in prompts], axis=0)
+        part = size if same.all() else int(same.argmin())
+        shares.append(part / max(1.0, float(np.mean([len(prompt) for prompt in prompts]))))
+        parts.append(float(part))
+    if not shares:
+        return {}
+    return {"rollout/shared_prompt": _mean(shares), "rollout/prompts_part_at": _mean(parts)}
+
+
+def _first_prompt(rollout: Rollout) -> Ids:
+    segment = rollout.segments[0]
+    return segment.ids[: int(segment.mask.argmax())] if segment.mask.any() else segment.ids
 
 
 def _rewards(usable: Sequence[Rollout], success_at: float) -> Metrics:

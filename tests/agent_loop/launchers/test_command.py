@@ -149,8 +149,10 @@ async def test_agent_gets_the_environment_variables_of_every_sdk(
     assert seen["AGENT_MODEL"] == seen["OPENAI_MODEL"] == "policy"
     assert seen["TASK_PROMPT"] == "do it"
     assert seen["TOKENIZERS_PARALLELISM"] == "false"
-    assert json.loads(Path(seen["TASK_FILE"]).read_text()) == {"prompt": "do it"}
-    assert seen["cwd"] == str(trial.workspace)
+    assert json.loads(trial.task_file.read_text()) == {"prompt": "do it"}
+    folder = trial.directory if trial.seen_at is None else trial.seen_at[1]
+    assert seen["TASK_FILE"] == str(folder / "task.json")
+    assert seen["cwd"] == str(folder / "work")
     assert seen["EXTRA"] == "policy/do it/{unknown}"
 
 

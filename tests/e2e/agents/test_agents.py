@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -24,6 +25,7 @@ from agent_loop.trial_config import SamplingConfig, TrialConfig
 from proxy.client import ProxyClient
 from proxy.engines.scripted import text_script
 from proxy.records import Origin, SessionKind
+from proxy.token_tree import common_prefix
 from tests.e2e.agents.model import COMMANDS, play
 from tests.needs import needs
 from tests.proxy.conftest import RunningProxy, StartProxy
@@ -151,6 +153,21 @@ async def test_agent_finishes_its_task_and_leaves_an_exact_record(
 ) -> None:
     rollout = await trial(proxy, example(agent.name), tmp_path)
     assert_exact(rollout, agent, proxy)
+
+
+@pytest.mark.parametrize("name", ["claude_code", "opencode"])
+async def test_first_prompts_of_two_trials_are_the_same(
+    name: str, proxy: RunningProxy, tmp_path: Path
+) -> None:
+    """Both name their working folder in their system prompts, before the tools."""
+    starts = []
+    for _ in range(2):
+        rollout = await trial(proxy, example(name), tmp_path)
+        assert rollout.reward == 1.0, rollout.error
+        _, turns = await proxy.control.get_turns(rollout.trial_id)
+        starts.append(turns[0].prompt_ids.tolist())
+    one, other = starts
+    assert common_prefix(np.array(one), np.array(other)) == len(one) == len(other)
 
 
 @pytest.mark.parametrize("name", ["claude_code", "codex", "codex_0_77"])

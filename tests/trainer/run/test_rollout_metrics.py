@@ -131,3 +131,24 @@ def test_mean_mismatch_counts_only_tokens_of_the_current_weights() -> None:
     assert metrics["mismatch/ess"] == pytest.approx(weights.sum() ** 2 / 2 / (weights**2).sum())
     k3 = sum(math.expm1(d) - d for d in (-8.0, -0.25)) / 2
     assert metrics["mismatch/k3"] == pytest.approx(k3)
+
+
+def test_shared_prompt_is_the_common_beginning_of_a_groups_first_prompts() -> None:
+    def begun(name: str, *prompt: int) -> Rollout:
+        base = rollout(name, 1.0)
+        (segment,) = base.segments
+        ids = np.array([*prompt, 8, 9], np.int32)
+        mask = np.arange(len(ids)) >= len(prompt)
+        logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
+        versions = np.where(mask, 3, -1).astype(np.int32)
+        turns = np.zeros(len(ids), np.int32)
+        arrays = {"ids": ids, "mask": mask, "logprobs": logprobs, "versions": versions}
+        return replace(base, segments=(replace(segment, **arrays, turns=turns),))
+
+    parted = Group("g", TASK, (begun("a", 1, 2, 3, 4), begun("b", 1, 5, 3, 4)))
+    same = Group("h", TASK, (begun("c", 1, 2), begun("d", 1, 2)))
+    metrics = rollout_metrics([parted, same], success_at=1.0)
+    assert metrics["rollout/shared_prompt"] == (1 / 4 + 1) / 2
+    assert metrics["rollout/prompts_part_at"] == (1 + 2) / 2
+    alone = Group("g", TASK, (begun("a", 1, 2),))
+    assert "rollout/shared_prompt" not in rollout_metrics([alone], success_at=1.0)
