@@ -32,7 +32,7 @@ async def test_dialect_from_outside_the_package_is_served_and_recorded(start_pro
 
 
 def test_built_in_dialects_remain_available() -> None:
-    routes = {"chat/completions", "completions", "responses", "messages"}
+    routes = {"chat/completions", "completions", "responses", "responses/compact", "messages"}
     assert open_dialects().keys() == routes
     assert open_dialects([OWN]).keys() == routes | {"shout"}
 
