@@ -69,7 +69,7 @@ class ChatDialect:
                 "token_ids": fields.flag("return_token_ids"),
                 "kinds": kinds,
             },
-            unknown=unknown_fields(fields, self.name),
+            unknown=unknown_fields(fields, ChatDialect.name),
         )
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:

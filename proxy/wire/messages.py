@@ -59,7 +59,7 @@ class MessagesDialect:
             conversation=parse_conversation(fields),
             options=_options(fields),
             stream=fields.flag("stream"),
-            unknown=unknown_fields(fields, self.name),
+            unknown=unknown_fields(fields, MessagesDialect.name),
         )
         thinking = fields.child("thinking").text("type", "disabled")
         call.extra["thinking"] = thinking in ("enabled", "adaptive")

@@ -94,7 +94,7 @@ class ResponsesDialect:
                 "created": int(time.time()),
                 "compacting": compacting,
             },
-            unknown=unknown_fields(fields, self.name),
+            unknown=unknown_fields(fields, ResponsesDialect.name),
         )
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
