@@ -24,7 +24,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 # Fixtures, markers and folders of tests that start servers, or programs other than Python.
 PROGRAM_FIXTURES = {"vllm", "postgres"}
 PROGRAM_MARKERS = {"engine", "agents", "needs"}
-PROGRAM_FOLDERS = {Path(__file__).parent / name for name in ("attacks", "e2e")}
+PROGRAM_FOLDERS = {Path(__file__).parent / name for name in ("attacks", "e2e", "gpu")}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -54,6 +54,11 @@ def test_engines_start_early_only_if_the_run_starts_them_here(
     assert engines_to_start([file(tmp_path, values)], words, environment)[0] == replicas
 
 
+def test_early_engines_have_the_variables_of_the_configuration(tmp_path: Path) -> None:
+    config = file(tmp_path, {"engine": {"env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}})
+    assert engines_to_start([config], [], {}) == (1, {"VLLM_LOGGING_LEVEL": "DEBUG"})
+
+
 def test_run_that_continues_starts_the_engines_of_its_own_configuration(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     folder.config.write_text(yaml.safe_dump({"engine": {"replicas": 2}}))

@@ -1,0 +1,56 @@
+"""Starts vLLM's own decisions for a small model in the posing environment."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from proxy.engines.vllm_server import VllmConfig, VllmServer
+from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
+from trainer.policy.shrink import shrunk
+
+TRAINED = tuple(each for each in ARCHITECTURES if not each.refused)
+
+
+def written(architecture: Architecture, folder: Path, seed: int = 0) -> Any:
+    """A small random checkpoint of the class, and its model in float32. Every weight and buffer
+    depends on the seed."""
+    settings = shrunk(architecture.settings())
+    settings.dtype = "bfloat16"
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(settings).to(torch.bfloat16)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *_saved_buffers(model)):
+            if tensor.is_floating_point():
+                tensor.add_(0.02 * torch.randn_like(tensor))
+    model.save_pretrained(folder)
+    return model
+
+
+def _saved_buffers(model: Any) -> list[torch.Tensor]:
+    saved = model.state_dict()
+    return [buffer for name, buffer in model.named_buffers() if name in saved]
+
+
+def arguments(model: Path, dtype: str, **settings: Any) -> list[str]:
+    """What a run starts a server with, without the launcher and the server's address."""
+    given = {"max_context_tokens": 256, "max_sequences": 4, "weight_transfer": "shm", **settings}
+    given["args"] = (*given.get("args", ()), "--skip-tokenizer-init")
+    config = VllmConfig.model_validate(given)
+    command = VllmServer(config, model, log=model / "log", dtype=dtype).command(9)
+    return command[command.index("--model") :]
+
+
+def configured(words: list[str]) -> Any:
+    """vLLM's own configuration of an API server that is started with these arguments."""
+    parser: Any = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    parser = import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser(parser)
+    made = import_module("vllm.engine.arg_utils").AsyncEngineArgs.from_cli_args(
+        parser.parse_args(words)
+    )
+    usage = import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
+    return made.create_engine_config(usage_context=usage)
