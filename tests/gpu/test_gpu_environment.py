@@ -24,11 +24,14 @@ PYTHON = ENVIRONMENT / "bin" / "python"
 TITLES = [each.title for each in ARCHITECTURES if not each.refused]
 MINUTES = 15
 MARKS = {
+    "OLMo Hybrid": pytest.mark.xfail(
+        strict=True, reason="vLLM 0.32 has other names for the norms of its linear layers"
+    ),
     "gpt-oss": pytest.mark.xfail(
         strict=True,
         reason="vLLM's loader copies experts and sinks past its layerwise reload: they keep their "
         "old values",
-    )
+    ),
 }
 
 pytestmark = pytest.mark.slow
@@ -128,13 +131,12 @@ def test_attention_is_computed_by_the_backend_that_is_printed(
     found = {title: each["attention"][dtype] for title, each in decided["architectures"].items()}
     others = {title: name for title, name in found.items() if name != GPU.attention[dtype]}
     latent = others.pop("DeepSeek-V3")
+    assert others == {}
     if dtype == "float32":
         assert latent.startswith("ValueError: No valid attention backend found")
         assert "float32" not in GPU.latent_dtypes  # so `--check` refuses it
-        assert others == {}
     else:
         assert latent.endswith("MLA")
-        assert others == {"GLM-4.5 MoE": "TRITON_ATTN"}  # its small copy has heads of 42
 
 
 def test_float32_is_multiplied_exactly(decided: Mapping[str, Any]) -> None:

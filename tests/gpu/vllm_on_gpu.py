@@ -13,13 +13,22 @@ from proxy.engines.vllm_server import VllmConfig, VllmServer
 from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
 from trainer.policy.shrink import shrunk
 
+PUBLISHED = {
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "glm4_moe": {"head_dim": 128},
+    "minimax_m2": {"rotary_dim": 64},
+}
+"""What the published `config.json` has, vLLM reads, and transformers has no default for."""
 TRAINED = tuple(each for each in ARCHITECTURES if not each.refused)
 
 
 def written(architecture: Architecture, folder: Path, seed: int = 0) -> Any:
     """A small random checkpoint of the class, and its model in float32. Every weight and buffer
     depends on the seed."""
-    settings = shrunk(architecture.settings())
+    published = architecture.settings()
+    for name, value in PUBLISHED.get(architecture.kind, {}).items():
+        setattr(published.get_text_config(), name, value)
+    settings = shrunk(published)
     settings.dtype = "bfloat16"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(settings).to(torch.bfloat16)
