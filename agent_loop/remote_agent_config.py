@@ -92,6 +92,13 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
         Raises:
             ConfigurationError: this machine does not support the configured `sandbox`.
         """
+        if self._is_local and sys.platform != "linux":
+            raise ConfigurationError(
+                f"remote_agent: agents as processes of this machine need Linux, and this is "
+                f"{sys.platform}: there is no sandbox here (remote_agent.sandbox), and nothing "
+                "ends what an agent leaves running; use the launcher harbor, http or kubernetes, "
+                "or a swarm, or start this in a Linux container or virtual machine"
+            )
         if self.sandbox == "off" or not self._is_local:
             return
         if self.sandbox == "strict":

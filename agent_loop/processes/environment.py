@@ -17,16 +17,28 @@ from agent_loop.errors import LaunchError
 from agent_loop.records import Trial
 from proxy.direct_hosts import with_direct_hosts
 
+CERTIFICATES = frozenset(
+    [
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+        "CURL_CA_BUNDLE",
+        "NODE_EXTRA_CA_CERTS",
+        "GIT_SSL_CAINFO",
+        "PIP_CERT",
+        "AWS_CA_BUNDLE",
+    ]
+)
+"""Variables that name the files or folders of certificate authorities."""
 _INHERITED_FOR = {
     "programs, the user and temporary files": (
         "PATH HOME USER LOGNAME SHELL HOSTNAME TMPDIR TMP TEMP LD_LIBRARY_PATH "
         "XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME XDG_STATE_HOME XDG_RUNTIME_DIR"
     ),
     "language, time and terminal": "LANG LANGUAGE TZ TERM COLORTERM COLUMNS LINES NO_COLOR",
-    "certificates, and hosts that no proxy is used for": (
-        "SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE NODE_EXTRA_CA_CERTS "
-        "GIT_SSL_CAINFO PIP_CERT AWS_CA_BUNDLE NO_PROXY no_proxy"
-    ),
+    "certificates": " ".join(sorted(CERTIFICATES)),
+    "hosts that no proxy is used for": "NO_PROXY no_proxy",
+    "a company's package index": "PIP_TRUSTED_HOST",
     "language runtimes": (
         "PYTHONPATH PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONHASHSEED PYTHONIOENCODING "
         "PYTHONUTF8 VIRTUAL_ENV CONDA_PREFIX NODE_PATH NVM_DIR JAVA_HOME GOPATH GOROOT GOCACHE "
@@ -42,8 +54,22 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 _INHERITED = frozenset(" ".join(_INHERITED_FOR.values()).split())
 _INHERITED_PREFIXES = ("LC_", "OMP_", "OPENBLAS_", "MKL_", "NUMEXPR_")
 """Prefixes of the variables for the locale and for the number of threads."""
-_PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
-"""Names of proxy variables, in upper or lower case; inherited unless the URL contains a user or a
+_URLS = frozenset(
+    [
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "pip_index_url",
+        "pip_extra_index_url",
+        "uv_index_url",
+        "uv_default_index",
+        "uv_index",
+        "npm_config_registry",
+        "goproxy",
+        "hf_endpoint",
+    ]
+)
+"""Names of variables with URLs, in lower case; inherited unless the URL contains a user or a
 password."""
 
 _PLACEHOLDER = re.compile(r"\{(task\.)?([a-z_]+)\}")
@@ -101,6 +127,6 @@ def expand(template: str, trial: Trial) -> str:
 
 
 def _is_inherited(name: str, value: str) -> bool:
-    if name.lower() in _PROXIES:
+    if name.lower() in _URLS:
         return "@" not in value
     return name in _INHERITED or name.startswith(_INHERITED_PREFIXES)

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from agent_loop.errors import LaunchError
 from agent_loop.processes import job_server
-from agent_loop.processes.environment import inherited_environment
+from agent_loop.processes.environment import CERTIFICATES, inherited_environment
 from agent_loop.processes.supervisor import REAP_TIMEOUT_S
 from agent_loop.threads import run_to_end
 from harbor_sdk.sandbox import Bind, Sandbox, SandboxError, SandboxSpec
@@ -124,8 +124,11 @@ class Job:
         return fd
 
     def sandbox_spec(self, show: Sequence[str], hide: Sequence[str]) -> SandboxSpec:
-        """The sandbox of a strict wall, which hides the home folder, too."""
-        binds = [Bind(path, path, read_only=True) for path in map(Path, show) if path.exists()]
+        """The sandbox of a strict wall, which hides the home folder, too. The certificates that the
+        job's environment names stay visible."""
+        certificates = (self.env[name] for name in sorted(CERTIFICATES & self.env.keys()))
+        shown = [Path(path).absolute() for path in (*show, *certificates) if path]
+        binds = [Bind(path, path, read_only=True) for path in shown if path.exists()]
         hidden = [path.resolve() for path in (Path.home(), *map(Path, hide)) if path.exists()]
         own = [Bind(path.resolve(), self._seen(path).resolve()) for path in self.visible]
         return SandboxSpec([*binds, *own], hidden)
@@ -288,6 +291,7 @@ class ProcessHost:
         """Sends the job to the server, with the number of its rule set and `more` descriptors by
         their names. Returns two descriptors: closing the first one ends the job, and the report is
         read from the second one."""
+        self._running()
         cancel_read, cancel_write = os.pipe()
         report_read, report_write = os.pipe()
         job_file = job.as_file(sandbox, tuple(more))
@@ -304,7 +308,13 @@ class ProcessHost:
         return cancel_write, report_read
 
     def _running(self) -> socket.socket:
-        """The server's socket. Starts the server if none is running, also after it was killed."""
+        """The server's socket. Starts the server if none is running, also after it was killed.
+
+        Raises:
+            LaunchError: this system is not Linux, whose kernel ends a job's processes.
+        """
+        if sys.platform != "linux":
+            raise LaunchError(f"agents and verifiers as processes need Linux, not {sys.platform}")
         if self._socket is None or self._server is None or self._server.poll() is not None:
             if self._socket is not None:
                 self._socket.close()

@@ -149,7 +149,9 @@ async def test_text_of_every_dialect_is_recorded_and_exported(tmp_path: Path) ->
     for answer in said:
         assert answer["content"] == SAID.rstrip()  # blanks before a call are not kept
         assert json.loads(answer["tool_calls"][0]["function"]["arguments"]) == json.loads(ARGUMENTS)
-    assert [a["reasoning_content"] for a in answers].count("Hm.") == len(ASKS)
+    assert [a["reasoning_content"] for a in answers].count("Hm.") == len(
+        ASKS
+    ) + 1  # and the agent of `run`
 
     assert "3 rows" in exported(tmp_path, "sft", "sft.jsonl", "--min-reward", "1")
     for form in ("trl", "verl", "prime-rl", "tinker", "skyrl"):
