@@ -36,6 +36,16 @@ def free_port(host: str) -> int:
     return usable_port("port", host, 0)
 
 
+def loopback() -> str:
+    """This machine's own address: `127.0.0.1`, or `::1` where there is no IPv4."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
+
+
 def unusable_port(setting: str, host: str, port: int, error: OSError) -> ConfigurationError:
     """The error for a port on which the operating system refuses to listen."""
     return ConfigurationError(

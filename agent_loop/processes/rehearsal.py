@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from proxy.port import family, http_url, loopback
+
 TIMEOUT_S = 5.0
 """Seconds for one call; it takes 0.1."""
 _TOOL_CALL = {
@@ -107,11 +109,13 @@ def _async_openai(base_url: str) -> None:
 @contextmanager
 def _server() -> Iterator[str]:
     """The base URL of a server on loopback, which ends with the context."""
-    with _Server(("127.0.0.1", 0), _Answers) as server:
+    host = loopback()
+    _Server.address_family = family(host)
+    with _Server((host, 0), _Answers) as server:
         serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/v1"
+            yield http_url(host, server.server_port) + "/v1"
         finally:
             server.shutdown()
             serving.join()

@@ -106,6 +106,11 @@ def _locked(state_dir: Path) -> Iterator[None]:
                 f"--state-dir {state_dir}: another swarm server uses it; stop that server, or give "
                 "another folder"
             ) from None
+        except OSError as error:  # NFS without its lock service
+            raise ConfigurationError(
+                f"--state-dir {state_dir}: this file system gives no lock ({error.strerror}); "
+                "mount it with locks (for NFS: version 4), or give a folder on another disk"
+            ) from error
         yield
 
 

@@ -13,14 +13,19 @@ parts ends all of them when one ends.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 HEADLESS = "--headless"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
 """ioctl: the IPv4 address of a network interface."""
+IPV6 = 6
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+"""Of this machine: the address in hexadecimal digits first, the interface last in each line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,12 @@ def node_environment(host: str) -> dict[str, str]:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface with this IPv4 address; None: this machine has none."""
+    """The network interface with this IP address; None: this machine has none."""
+    address = ipaddress.ip_address(host)
+    if address.version == IPV6:
+        lines = [line.split() for line in IPV6_ADDRESSES.read_text("utf-8").splitlines()]
+        found = (line[-1] for line in lines if bytes.fromhex(line[0]) == address.packed)
+        return next(found, None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())

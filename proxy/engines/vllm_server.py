@@ -31,7 +31,7 @@ from proxy.engines.vllm_launch import EarlyOrders
 from proxy.engines.vllm_log import cause_of_end
 from proxy.engines.vllm_nodes import ServerPart, node_environment
 from proxy.errors import ConfigurationError, EngineError
-from proxy.port import http_url, usable_port
+from proxy.port import http_url, loopback, usable_port
 from proxy.secrecy import inherited, pipe_with
 from proxy.section import Section
 
@@ -107,12 +107,13 @@ class VllmServer:
         dtype: str = "auto",
         seed: int = 0,
         served_model_name: str | None = None,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         port: int = 0,
         part: ServerPart | None = None,
     ) -> None:
         """`log` is the file to which the server's standard output and error are appended. `port` 0
-        is any free port. `part`: of a server that is divided over nodes; None: the whole server.
+        is any free port. `host` None: only this machine. `part`: of a server that is divided over
+        nodes; None: the whole server.
 
         Raises:
             ConfigurationError: vLLM is not installed, or the model or port is unusable.
@@ -124,7 +125,7 @@ class VllmServer:
             )
         self.config = config
         self.log = log
-        self.host = host
+        self.host = host = host or loopback()
         self.part = part
         self.port = usable_port("engine port", host, port)
         self._dtype = dtype

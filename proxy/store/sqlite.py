@@ -9,6 +9,7 @@ Several processes may open one file; a turn that a dead process left open is rea
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sqlite3
 import time
@@ -68,6 +69,10 @@ async def open_sqlite(url: str, *, durability: Durability, create: bool) -> Sqli
     return SqliteStore(file, durability=durability)
 
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What NFS and others answer to a lock without a service for it."""
+
+
 class SqliteStore:
     """Implements `proxy.store.protocol.Store`."""
 
@@ -104,6 +109,8 @@ class SqliteStore:
             advice = "use a file in a writable folder"
             if "locked" in str(error):
                 advice = f"another process has held it for {busy_timeout_s:g} s: end that, or wait"
+            elif isinstance(error, OSError) and error.errno in _NO_LOCKS:
+                advice = "its file system has no locks: use a file on a local disk, or PostgreSQL"
             raise ConfigurationError(f"store {path}: {error}; {advice}") from error
         self._writer = GroupWriter(writing, at_once=at_once, max_pending=max_pending_writes)
         self.browser = SqliteBrowser(path, self._writer)

@@ -106,7 +106,7 @@ class RunFolder:
         """Locks the run for this process, until the process ends or calls `unlock`.
 
         Raises:
-            ConfigError: another process holds the lock.
+            ConfigError: another process holds the lock, or the file system has no locks.
         """
         file = os.open(self.path / "run.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
@@ -116,6 +116,13 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path}: another process is running this run; end it, or choose another "
                 "trainer.run_dir"
+            ) from error
+        except OSError as error:  # NFS without its lock service
+            os.close(file)
+            raise ConfigError(
+                f"{self.path}: this file system gives no lock ({error.strerror}), and two trainers "
+                "could write to one run; mount it with locks (for NFS: version 4), or choose a "
+                "trainer.run_dir on another disk"
             ) from error
         self._lock = file
 

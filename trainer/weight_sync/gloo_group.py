@@ -8,6 +8,7 @@ at once if its process has died, and after `timeout_s` if its machine cannot be 
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -250,7 +251,18 @@ def _tensor(
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address at which the host can reach this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
+    """The address at which the host can reach this machine, of IPv4 or IPv6.
+
+    Raises:
+        OSError: the host has no address, or no route leads to any of them.
+    """
+    failure = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
+    for family, kind, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(target)  # sends nothing
+            except OSError as error:
+                failure = error
+                continue
+            return str(probe.getsockname()[0])
+    raise failure

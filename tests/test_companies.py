@@ -1,0 +1,108 @@
+"""The table "In a company's network" of docs/deployment.md: what machines of companies have.
+
+A scripted engine takes the place of vLLM; `tests/e2e/test_company_machine.py` has the real run.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from agent_loop.swarm.serve import _locked
+from proxy.errors import ConfigurationError
+from proxy.store import open_store
+from tests.company_network import DEAD, PROXY_NAMES
+from tests.proxy.checkpoint import write_checkpoint
+from trainer.errors import ConfigError
+from trainer.run.folder import RunFolder
+
+ROOT = Path(__file__).parent.parent
+AGENT = """
+import os, pathlib, openai
+client = openai.OpenAI()
+answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi."}])
+pathlib.Path("made.txt").write_text(answer.choices[0].finish_reason)
+"""
+BEHIND_A_DEAD_PROXY = "; ".join(f"export {name}={DEAD}" for name in PROXY_NAMES)
+READ_ONLY_HOME = "mount --bind home home && mount -o remount,bind,ro home && export HOME=$PWD/home"
+SMALL_SHM = "mount -t tmpfs -o size=64k shm /dev/shm"
+ONLY_IPV6 = (
+    "ip link set lo up && ip -4 addr flush dev lo && "
+    "export HOST=::1 AGENTIC_PROXY_HOST=::1 && ! ping -c 1 -W 1 127.0.0.1 2>/dev/null"
+)
+MACHINES = {
+    "a proxy": ([], BEHIND_A_DEAD_PROXY),
+    "umask": ([], "umask 077"),
+    "a read-only home": (["--mount"], READ_ONLY_HOME),
+    "a small /dev/shm": (["--mount"], SMALL_SHM),
+    "IPv6 only": (["--net"], ONLY_IPV6),
+    "a proxy and IPv6 only": (["--net"], f"{ONLY_IPV6} && {BEHIND_A_DEAD_PROXY}"),
+}
+SESSION = """
+{python} -m proxy.engines.scripted --host ${{HOST:-127.0.0.1}} --answer-tokens 3 > engine.url &
+engine=$!
+until [ -s engine.url ]; do sleep 0.1; done
+{python} -m proxy run --model {model} --engine "$(cat engine.url)" -- {python} agent.py
+code=$?
+kill $engine
+exit $code
+"""
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_an_agent_is_recorded_on_a_machine_with(name: str, tmp_path: Path) -> None:
+    namespaces, conditions = MACHINES[name]
+    if namespaces and os.geteuid() != 0:
+        pytest.skip("needs root, for a namespace")
+    folder = tmp_path / "my clone ä 日本"
+    (folder / "home").mkdir(parents=True)
+    (folder / "agent.py").write_text(AGENT)
+    model = write_checkpoint(folder / "the model")
+    session = SESSION.format(python=shlex.quote(sys.executable), model=shlex.quote(str(model)))
+    script = f"set -e\n{conditions}\nset +e\n{session}"
+    inside = (
+        ["unshare", *namespaces, "bash", "-c", script] if namespaces else ["bash", "-c", script]
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in PROXY_NAMES}
+    done = subprocess.run(
+        [*inside, "bash", "-c", script],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "made.txt").read_text() in ("stop", "length")
+    assert "1 turns" in done.stderr
+
+
+def no_locks(*_: object) -> NoReturn:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+async def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match=r"gives no lock .No locks available.*trainer.run_dir"):
+        run.lock()
+    with pytest.raises(ConfigurationError, match=r"No locks available; .* local disk, or Postgre"):
+        await open_store(f"sqlite:///{tmp_path}/proxy.db")
+
+
+def test_a_swarm_server_names_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigurationError, match=r"--state-dir .*gives no lock"), _locked(tmp_path):
+        pass
