@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from trainer.cluster.device_plan import RANK_EXTRA_BYTES
+from trainer.cluster.device_plan import CONTEXT_BYTES, MARGIN_BYTES
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.memory import GIB, RankMemory, rank_memory
 from trainer.policy.model import ModelConfig
@@ -100,7 +100,7 @@ def smallest(settings: Any, tokens: int, gpus: int, memory: int) -> tuple[int, R
 
 
 def _fits(found: RankMemory, memory: int) -> bool:
-    return found.passes is not None and found.total + RANK_EXTRA_BYTES <= memory
+    return found.passes is not None and found.total + CONTEXT_BYTES + MARGIN_BYTES <= memory
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.swarm.config import SwarmConfig
 from agent_loop.tasks import DataConfig
 from proxy.engines.address import EngineAddress
+from proxy.engines.vllm_server import VllmConfig
 from proxy.web_guard import EVERYWHERE
 from trainer.algorithms.probe import settings_without_effect
 from trainer.cluster.cluster import ProcessesConfig
@@ -51,6 +52,16 @@ class TrainerConfig(ProcessesConfig):
     def agent_sections(self) -> Mapping[str, RemoteAgentConfig]:
         """The agents by name; a single one has the name ""."""
         return self.agents or {"": self.remote_agent}
+
+    @property
+    def served_judges(self) -> Mapping[str, VllmConfig]:
+        if self.sft is not None:
+            return {}
+        return {
+            f"agents.{name}.judge" if name else "remote_agent.judge": section.judge.engine
+            for name, section in self.agent_sections.items()
+            if section.judge is not None and section.judge.checkpoint is not None
+        }
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -181,6 +192,11 @@ class TrainerConfig(ProcessesConfig):
             if each.name == "adamw_8bit" and (each.offload or weights != "float32"):
                 cause = f"{key}.offload" if each.offload else f"model.weights_dtype={weights}"
                 yield f"{cause}: not supported with {key}.name=adamw_8bit; use adamw"
+            if each.name == "adamw_8bit" and self.trainer.ranks > 1:
+                yield (  # bitsandbytes does not update a sharded weight
+                    f"{key}.name=adamw_8bit: not supported with trainer.ranks="
+                    f"{self.trainer.ranks}; use adamw, whose moments are divided among the ranks"
+                )
 
     def _divided_models_are_supported(self) -> Iterator[str]:
         if not self.trainer.parallelism.divides_model:
@@ -280,8 +296,6 @@ class TrainerConfig(ProcessesConfig):
                 f"{key}: cluster.strategy=STRICT_PACK places everything on one node; use PACK, "
                 "SPREAD or STRICT_SPREAD"
             )
-        elif engine.weight_transfer == "ipc":
-            yield f"{key}: engine.weight_transfer=ipc is for one node; use nccl or gloo"
 
     def _pods_reach_the_proxy(self) -> Iterator[str]:
         server = self.proxy_server

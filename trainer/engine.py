@@ -77,8 +77,8 @@ class EnginesConfig(VllmConfig):
     has ended. A replacement receives the weights before it receives calls. Needs a proxy that the
     run started."""
     weight_transfer: Backend = "shm"
-    """How weights are sent to engines: `shm` (shared memory) on one machine, `ipc` or `nccl`
-    between GPUs, `gloo` over any network."""
+    """How weights are sent to engines: `shm` (shared memory) on one machine, also on one GPU that
+    both use; `nccl` between GPUs; `gloo` over any network."""
     publish: str | None = None
     """URL of any file system of fsspec (s3://, gs://, a shared folder) at which each version of the
     weights is published, for relay workers with `--weights-url`; None: they keep theirs."""
@@ -93,6 +93,13 @@ class EnginesConfig(VllmConfig):
     """Maximum mean |Δ log p| between trainer and engine. 0: 1e-3 in float32; in bfloat16, by the
     kinds of layers, 0.06 (dense), 0.15 (linear attention) or 0.3 (experts) on sampled tokens, and
     0.2, 0.3 or 0.5 on the probe, whose tokens are improbable (docs/models.md)."""
+
+    @field_validator("weight_transfer", mode="before")
+    @classmethod
+    def _name_the_successor(cls, given: object) -> object:
+        if given == "ipc":
+            raise ValueError("ipc was removed, because it never worked; use shm, also on one GPU")
+        return given
 
     @field_validator("args")
     @classmethod

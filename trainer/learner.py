@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from trainer.checkpoint import (
     restore_random_state,
 )
 from trainer.errors import TrainingError, WeightSyncError
-from trainer.models import Models, RestoreAdapter, UseRandomAdapter
+from trainer.models import FreeCache, Models, RestoreAdapter, UseRandomAdapter
 from trainer.policy.adapter import adapter_config
 from trainer.policy.flops import training_flops, utilisation
 from trainer.publishing import Publishing
@@ -48,6 +48,7 @@ from trainer.weight_sync.probe import probe_batch
 from trainer.weight_sync.publisher import Published
 from trainer.weight_sync.segment import Named
 from trainer.weight_sync.sync import WeightSync
+from trainer.weight_sync.transports import LOST_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,18 +274,27 @@ class Learner:
 
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
-        """A context in which the engines have freed their GPU memory, if `engine.sleep` is set."""
+        """A context in which the engines have freed their GPU memory, if `engine.sleep` is set.
+
+        Raises:
+            WeightSyncError: an engine that is alive did not fall asleep or did not wake up.
+        """
         if not self.config.engine.sleep or self._engines is None:
             yield
             return
-        # An engine that has ended meanwhile is replaced by `trainer.cluster.engines`.
-        with suppress(WeightSyncError):
-            self._connected().control.sleep()
+        control = self._connected().control
+        with _unless_dead(control):
+            control.sleep()
         try:
             yield
         finally:
-            with suppress(WeightSyncError):
-                self._connected().control.wake_up()
+            self.free_cache()
+            with _unless_dead(control):
+                control.wake_up()
+
+    def free_cache(self) -> None:
+        """Gives memory that no tensor uses back to the GPUs of all ranks."""
+        self.models.together(FreeCache())
 
     def speed(self, batch: Batch, seconds: float) -> Metrics:
         """Throughput and memory of a step that took `seconds` on this rank."""
@@ -314,7 +324,8 @@ class Learner:
     def _reached(self, urls: Sequence[str], adapters: Path | None) -> WeightSync | AdapterSync:
         control, policy = EngineControl(urls), self.config.model.policy
         if not policy:
-            return WeightSync(control, self.config.engine.weight_transfer)
+            device = self.models.policy.device
+            return WeightSync(control, self.config.engine.weight_transfer, device)
         folder = adapters or self.config.trainer.run_dir / "adapters"
         return AdapterSync(control, folder, policy)
 
@@ -361,6 +372,16 @@ class Learner:
                 f"on the same weights, but at most {tolerance:.0e} is expected; "
                 "check engine.dtype and rollout.temperature, or raise engine.verify_tolerance"
             )
+
+
+@contextmanager
+def _unless_dead(control: EngineControl) -> Iterator[None]:
+    """Suppresses the error of an engine that has ended: `trainer.cluster.engines` replaces it."""
+    try:
+        yield
+    except WeightSyncError:
+        if control.lost_in_update(LOST_S) is None:
+            raise
 
 
 def _peak_gib() -> float:

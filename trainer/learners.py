@@ -78,6 +78,10 @@ class Learners:
         """As `Learner.engines_asleep`."""
         return self._first.engines_asleep()
 
+    def free_cache(self) -> None:
+        """As `Learner.free_cache`: the policies are in the same processes."""
+        self._first.free_cache()
+
     def parts(self, groups: Sequence[Group]) -> Mapping[str, Sequence[Group]]:
         """Policy → its part of the groups, for the policies that have tokens to train.
 

@@ -10,6 +10,7 @@ compute a batch are in `trainer.steps`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,17 @@ class GatherWeights:
     def on(self, models: Models) -> None:
         for _ in self.of(models):
             pass
+
+
+@dataclass(frozen=True, slots=True)
+class FreeCache:
+    """Gives memory that the allocator keeps for later steps back to the GPU, on which an engine
+    is about to start or to wake up: vLLM ends if less is free than it was promised."""
+
+    def on(self, models: Models) -> None:
+        if models.policy.device.type == "cuda":
+            gc.collect()  # tensors in cycles
+            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)

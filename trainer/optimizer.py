@@ -32,7 +32,7 @@ class OptimizerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
-    """Name of the optimizer; `adamw_8bit` needs bitsandbytes (extra `gpu`)."""
+    """Name of the optimizer; `adamw_8bit` needs bitsandbytes (extra `gpu`) and one rank."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)

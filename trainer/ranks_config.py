@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from agent_loop.producers.rollout_config import RolloutConfig
+from proxy.engines.vllm_server import VllmConfig
 from proxy.section import Section
 from trainer.algorithms import AlgorithmConfig
 from trainer.engine import EnginesConfig
@@ -133,6 +134,22 @@ class RanksConfig(Section):
         if not policies:
             return (self.model.policy,)
         return tuple(name for name, section in policies.items() if not section.frozen)
+
+    @property
+    def served_judges(self) -> Mapping[str, VllmConfig]:
+        """The servers of judges that the run starts, by the key of the judge."""
+        return {}
+
+    @property
+    def engine_adapters(self) -> tuple[int, int]:
+        """The highest rank of the adapters that an engine samples with, and how many at a time;
+        (0, 0): it samples with none."""
+        engine, lora = self.engine, self.model.lora
+        if lora is None or not self.model.policy:
+            return (engine.lora_rank, engine.lora_slots) if engine.lora_rank else (0, 0)
+        ranks = [section.lora.rank for section in self.trainer.policies.values()] or [lora.rank]
+        # during an update, two of each
+        return engine.lora_rank or max(ranks), max(engine.lora_slots, 2 * len(ranks))
 
     def of_policy(self, name: str) -> Self:
         """The sections of one of `trainer.policies`, as of a run that has only this one."""

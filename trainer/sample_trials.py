@@ -188,7 +188,13 @@ async def _loop(
             stack.push_async_callback(baseline.close)
             yield baseline, None
             return
-        cluster = LocalCluster(config, folder, control)
+        engine = config.engine
+        if run.endpoint is not None:
+            engine = engine.model_copy(update={"replicas": 0, "sleep": False})
+        planned = config.model_copy(update={"engine": engine})
+        cluster = LocalCluster(planned, folder, control, trains=False)
+        for line in () if cluster.plan is None else cluster.plan.describe():
+            print(line, flush=True)
         hosted = None if run.endpoint is None else _hosted(run.endpoint)
         proxy = await _proxy(config, folder, cluster, control, stack, hosted)
         loop = parts.loop(folder, proxy, cluster)

@@ -241,8 +241,7 @@ def _fitted_follower(
 
 def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> int:
     config, control = parts.config, RunControl()
-    if config.engine.weight_transfer != "ipc":  # whose engines open this process's GPU memory
-        hide_memory()
+    hide_memory()
     logs.set_up("text", config.logging.log_level)
     disable_progress_bar()  # of checkpoints that are loaded; the run's own progress is shown
     log = RunLog(

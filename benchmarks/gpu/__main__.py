@@ -2,7 +2,7 @@
 
     make bench-gpu                           all GPUs of this machine
     make bench-gpu ARGS=--rehearse           the same parts on a CPU, as far as they go there
-    make bench-gpu ARGS="--only ipc nccl"    some parts
+    make bench-gpu ARGS="--only sleep nccl"    some parts
 
 A part is a training run of the quickstart or of a recipe (docs/recipes.md), whose record is read,
 or a benchmark of its own. A part that fails, or lasts longer than `--limit-s`, does not stop the
@@ -49,7 +49,7 @@ FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Example: Part("ipc", 1, ("engine.weight_transfer=ipc",))"""
+    """Example: Part("sleep", 1, ("engine.sleep=true",))"""
 
     name: str
     gpus: int
@@ -78,7 +78,6 @@ def parts(count: int) -> list[Part]:
         Part("one GPU, bfloat16", 1, (BFLOAT16,)),
         Part("sleep", 1, ("engine.sleep=true",), ("engine.sleep=false",)),
         Part("separate", 2, ("trainer.mode=separate",)),
-        Part("ipc", 1, ("engine.weight_transfer=ipc",), ("engine.weight_transfer=shm",)),
         Part(
             "nccl",
             2,

@@ -121,7 +121,7 @@ GPU = EnginePlatform(
     },
     cache_argument="--kv-cache-memory-bytes",
     plans_devices=True,
-    transports=("shm", "ipc", "nccl", "gloo"),
+    transports=("shm", "nccl", "gloo"),
     latent_dtypes=("bfloat16",),
     attention={"float32": "TRITON_ATTN", "bfloat16": "FLASH_ATTN"},
 )

@@ -245,7 +245,11 @@ SPANS = (
         ([*SPANS, "engine.args=[-tp, '3']"], "engine_nodes=2 does not divide the 3 workers of"),
         ([*SPANS, "cluster.strategy=STRICT_PACK"], "engine_nodes=2: cluster.strategy=STRICT_PACK"),
         ([*SPANS, "engine.weight_transfer=shm"], "engine.weight_transfer=shm is for one node"),
-        ([*SPANS, "engine.weight_transfer=ipc"], "engine.weight_transfer=ipc is for one node"),
+        (
+            ["optimizer.name=adamw_8bit", "trainer.ranks=2"],
+            "optimizer.name=adamw_8bit: not supported with trainer.ranks=2; use adamw",
+        ),
+        (["engine.weight_transfer=ipc"], "engine.weight_transfer: ipc was removed, because it"),
         (["remote_agent.placement=kubernetes"], "remote_agent.kubernetes, remote_agent.ray or"),
         (
             [*KUBERNETES],

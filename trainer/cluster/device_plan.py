@@ -4,6 +4,10 @@
     fewer            mode `colocated`: engine i and rank i share GPUs, from GPU 0 on
     fewer still      refused, with the numbers
 
+On each GPU it counts what really lies there: the ranks' tensors, and what their allocator keeps
+reserved besides; an engine's weights, adapters, activations and cache; judges; a CUDA context for
+each process; what other programs use; and a margin.
+
 Invariant: a plan is refused before any process starts if the memory that it needs, by
 `trainer.policy.memory`, is more than a GPU has.
 """
@@ -14,28 +18,48 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
+from proxy.engines.vllm_server import VllmConfig
 from trainer.cluster.ranks import ranks_here
 from trainer.engine import GPUS_OF_AN_ENGINE, HOST_TIER, EnginesConfig
 from trainer.errors import ConfigError
-from trainer.policy.memory import GIB, RankMemory, count_weights, rank_memory
-from trainer.policy.model import ModelConfig, load_settings
+from trainer.policy.memory import (
+    GIB,
+    RankMemory,
+    adapter_weights,
+    count_weights,
+    rank_memory,
+)
+from trainer.policy.model import ModelConfig, context_limit, load_settings
 from trainer.ranks_config import RanksConfig
 
 C = TypeVar("C", bound=RanksConfig)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ENGINE_SHARE = 0.92
 """vLLM's default share of a GPU's memory."""
+CONTEXT_BYTES = GIB * 3 // 4
+"""CUDA's context of a process on a GPU, with the kernels that it has loaded: each rank has one, and
+each worker of an engine. The process of vLLM's API server has none. vLLM measures its memory from
+after its context exists, so that it comes on top of its share."""
+MARGIN_BYTES = GIB
+"""Memory of a GPU that the plan gives to nobody: what else allocates there, and what this plan does
+not know."""
 ENGINE_EXTRA_BYTES = 2 * GIB
-"""What an engine needs besides weights and cache: CUDA's context, its graphs, its activations."""
-RANK_EXTRA_BYTES = GIB
-"""What a rank needs besides its tensors: CUDA's context and fragmentation."""
+"""What an engine needs besides weights and cache: its CUDA graphs and activations."""
+RESERVED_SHARE = 1 / 16
+"""Share of a rank's tensors that its allocator keeps reserved besides them when it has emptied its
+cache: segments that are still used in part."""
 ASLEEP_BYTES = 2 * GIB
-"""What an engine keeps on a GPU while it sleeps."""
+"""What an engine keeps on a GPU while it sleeps: its context, CUDA graphs and buffers."""
+CONTEXTS_PER_TRIAL = 2
+"""Conversations of the greatest length that a running trial has in the cache: its agent's own, and
+that of a sub-agent or a judge. A larger cache is not used, and each block of it costs time: a model
+of 0.7 M weights on an H200 would have 5.9 M blocks, which take 7.6 s to make, and 0.2 s of the
+pause of each update."""
 
 
 class RankTooLargeError(ConfigError):
@@ -49,6 +73,13 @@ class Gpu:
     name: str
     memory: int
     """In bytes."""
+    free: int | None = None
+    """Bytes that nothing used before the run; None: all."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that the plan divides."""
+        return (self.memory if self.free is None else self.free) - MARGIN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +92,21 @@ class EngineMemory:
     """States of linear layers."""
     host_tier: int = 0
     """The machine's memory for what the cache has no room for, of all GPUs of the engine."""
+    adapters: int = 0
+    """Places for LoRA adapters."""
+
+    @property
+    def fixed(self) -> int:
+        """Everything but the cache."""
+        return self.weights + self.adapters + ENGINE_EXTRA_BYTES
+
+    def cache(self, sequences: int, tokens: int) -> int:
+        """The cache of sequences of this number of tokens each."""
+        return sequences * (self.cache_per_token * tokens + self.cache_per_sequence)
 
     def least(self, tokens: int) -> int:
         """The least with which it can serve one sequence of this number of tokens."""
-        cache = self.cache_per_token * tokens + self.cache_per_sequence
-        return self.weights + ENGINE_EXTRA_BYTES + cache
+        return self.fixed + self.cache(1, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +119,14 @@ class DevicePlan:
     engines: tuple[tuple[int, ...], ...]
     """The GPUs of each engine."""
     share: float | None
-    """The share of a GPU's memory for an engine that shares it with a rank."""
-    rank: RankMemory
+    """The share of a GPU's memory for an engine; None: there is no engine."""
+    rank: RankMemory | None
+    """None: nothing is trained."""
     engine: EngineMemory
+    kv_cache_gib: int | None = None
+    """The cache that an engine makes; None: what the share leaves."""
+    judges: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Judges that are served on a GPU, by its number: a description of each."""
     context_parallel: int = 1
     """Number of ranks that compute each micro-batch together."""
     shards: int = 0
@@ -94,18 +140,23 @@ class DevicePlan:
         names = [each.strip() for each in visible.split(",")] if visible else None
         own = [names[n] if names else str(n) for n in self.engines[number]]
         env = engine.env | {VISIBLE: ",".join(own)}
-        share = engine.gpu_memory_share if self.share is None else self.share
-        return engine.model_copy(update={"env": env, "gpu_memory_share": share})
+        given = {"gpu_memory_share": self.share, "kv_cache_gib": self.kv_cache_gib}
+        return engine.model_copy(update={"env": env, **given})
 
     def describe(self) -> Iterator[str]:
         """A line for each GPU."""
         for number, gpu in enumerate(self.gpus):
             held = [self._rank(rank) for rank, on in enumerate(self.ranks) if on == number]
             held += [self._engine(n) for n, on in enumerate(self.engines) if number in on]
+            held += self.judges.get(number, ())
+            contexts = f"; {_gib(CONTEXT_BYTES)} of CUDA for each, {_gib(MARGIN_BYTES)} for nobody"
+            contexts = contexts if held else ""
+            free = "" if gpu.free is None else f", {_gib(gpu.free)} free"
             what = " + ".join(held) or "unused"
-            yield f"GPU {number} ({gpu.name}, {_gib(gpu.memory)}): {what}"
+            yield f"GPU {number} ({gpu.name}, {_gib(gpu.memory)}{free}): {what}{contexts}"
 
     def _rank(self, rank: int) -> str:
+        assert self.rank is not None
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in self.rank.parts().items())
         unknown = "" if self.rank.passes is not None else ", activations unknown"
         group, number = divmod(rank, self.context_parallel)
@@ -115,50 +166,78 @@ class DevicePlan:
         return f"{name}, {_gib(self.rank.total)} ({parts}{unknown})"
 
     def _engine(self, number: int) -> str:
-        share = self.share or ENGINE_SHARE
-        smallest = min(self.gpus[n].memory for n in self.engines[number])
-        room = int(smallest * share) - self.engine.weights - ENGINE_EXTRA_BYTES
-        tokens = room // self.engine.cache_per_token
+        share, engine = self.share or ENGINE_SHARE, self.engine
+        cache = _cache_room(self.gpus, self.engines[number], share, engine)
+        if self.kv_cache_gib is not None:
+            cache = self.kv_cache_gib * GIB
         size = len(self.engines[number])
         parallel = f" (1/{size})" if size > 1 else ""
         states = ""
-        if self.engine.cache_per_sequence:
-            place = self.engine.cache_per_sequence // self.engine.cache_per_token
+        if engine.cache_per_sequence:
+            place = engine.cache_per_sequence // engine.cache_per_token
             states = f"; the state of a sequence takes the place of {place:,}"
         host = ""
-        if self.engine.host_tier:
-            held = self.engine.host_tier // (size * self.engine.cache_per_token)
-            host = f"; host tier of {_gib(self.engine.host_tier)}, about {held:,} tokens"
+        if engine.host_tier:
+            held = engine.host_tier // (size * engine.cache_per_token)
+            host = f"; host tier of {_gib(engine.host_tier)}, about {held:,} tokens"
+        adapters = f"adapters {_gib(engine.adapters)}, " if engine.adapters else ""
         return (
             f"engine {number}{parallel}, {share:.0%} of the memory (weights "
-            f"{_gib(self.engine.weights)}, cache of about {tokens:,} tokens{states}{host})"
+            f"{_gib(engine.weights)}, {adapters}cache of {_gib(cache)}, about "
+            f"{cache // engine.cache_per_token:,} tokens{states}{host})"
         )
 
 
+@functools.cache  # once, before the run itself has allocated anything
 def gpus_here() -> tuple[Gpu, ...]:
     """The GPUs that PyTorch can use here."""
     count = torch.cuda.device_count()
     found = [torch.cuda.get_device_properties(number) for number in range(count)]
-    return tuple(Gpu(each.name, each.total_memory) for each in found)
+    return tuple(Gpu(each.name, each.total_memory, _free(each)) for each in found)
+
+
+def _free(properties: Any) -> int | None:
+    """The free memory of a GPU, by the driver's library: CUDA would have to create a context on the
+    GPU to say so. None: it cannot be asked."""
+    try:
+        import pynvml  # type: ignore[import-not-found]
+
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+        finally:
+            pynvml.nvmlShutdown()
+    except ImportError:
+        return None
+    except pynvml.NVMLError:  # a part of a GPU (MIG), or a driver without it
+        return None
 
 
 def plan_devices(
-    config: RanksConfig, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ
+    config: RanksConfig,
+    gpus: Sequence[Gpu],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    trains: bool = True,
 ) -> DevicePlan | None:
-    """The plan for the engines and ranks on one machine, which are all, or as many ranks as
+    """The plan for the engines, judges and ranks on one machine, which are all, or as many ranks as
     torchrun's `environment` says; None if the run uses no GPU here, or if `engine.env` says which
-    GPUs engines use.
+    GPUs engines use. `trains`: whether there are ranks at all.
 
     Raises:
         ConfigError: the processes do not fit on the GPUs, or need GPUs where there is none.
     """
-    if not gpus or config.trainer.device == "cpu":
+    if not gpus or (trains and config.trainer.device == "cpu"):
         _check_without_gpus(config)
         return None
     if VISIBLE in config.engine.env:
         return None
     sections = config.model_dump_json(include=set(RanksConfig.model_fields))
-    return _planned(sections, tuple(gpus), ranks_here(config, environment))
+    judges = tuple((key, judge.model_dump_json()) for key, judge in config.served_judges.items())
+    visible = environment.get(VISIBLE, "")
+    ranks = ranks_here(config, environment) if trains else 0
+    return _planned(sections, judges, tuple(gpus), visible, ranks)
 
 
 def fitted(config: C, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> C:
@@ -188,32 +267,48 @@ def _checkpointing(config: RanksConfig, on: bool) -> ModelConfig:
 
 
 @functools.lru_cache(maxsize=4)
-def _planned(sections: str, gpus: tuple[Gpu, ...], local_ranks: int) -> DevicePlan:
+def _planned(
+    sections: str,
+    judges: tuple[tuple[str, str], ...],
+    gpus: tuple[Gpu, ...],
+    visible: str,
+    local_ranks: int,
+) -> DevicePlan:
     config = RanksConfig.model_validate_json(sections)
-    if config.model.gradient_checkpointing is not None:
-        return _fitting(config, gpus, local_ranks)
+    servers = {key: VllmConfig.model_validate_json(each) for key, each in judges}
+    if config.model.gradient_checkpointing is not None or not local_ranks:
+        return _fitting(config, servers, gpus, visible, local_ranks)
     try:
         without = config.model_copy(update={"model": _checkpointing(config, False)})
-        return _fitting(without, gpus, local_ranks)
+        return _fitting(without, servers, gpus, visible, local_ranks)
     except RankTooLargeError:
         on = config.model_copy(update={"model": _checkpointing(config, True)})
-        return _fitting(on, gpus, local_ranks)
+        return _fitting(on, servers, gpus, visible, local_ranks)
 
 
-def _fitting(config: RanksConfig, gpus: tuple[Gpu, ...], local_ranks: int) -> DevicePlan:
+def _fitting(
+    config: RanksConfig,
+    judges: Mapping[str, VllmConfig],
+    gpus: tuple[Gpu, ...],
+    visible: str,
+    local_ranks: int,
+) -> DevicePlan:
     ranks = _gpus_of_ranks(config, gpus, local_ranks)
     size = config.engine.tensor_parallel
     replicas = 0 if config.engine.urls else config.engine.replicas
-    rank, engine = _memory(config, size)
+    settings = load_settings(config.model.path)
+    rank = _rank_memory(config, settings) if ranks else None
+    engine = _engine_memory(config, settings)
     free = [number for number in range(len(gpus)) if number not in ranks]
     wanted = replicas * size
-    shared = config.engine.sleep or (
-        wanted > len(free) and config.trainer.mode == "colocated" and wanted <= len(gpus)
+    shared = bool(ranks) and (
+        config.engine.sleep
+        or (wanted > len(free) and config.trainer.mode == "colocated" and wanted <= len(gpus))
     )
     if shared:
         free = list(range(len(gpus)))
     if wanted > len(free):
-        can_share = config.trainer.mode == "separate" and wanted <= len(gpus)
+        can_share = bool(ranks) and config.trainer.mode == "separate" and wanted <= len(gpus)
         raise ConfigError(
             f"GPUs for engines: {wanted} (engine.replicas={replicas}, {size} each), and for ranks: "
             f"{len(ranks)} (trainer.ranks), but this machine has {len(gpus)}; lower them"
@@ -222,18 +317,36 @@ def _fitting(config: RanksConfig, gpus: tuple[Gpu, ...], local_ranks: int) -> De
     engines = tuple(tuple(free[n * size : (n + 1) * size]) for n in range(replicas))
     shared = shared and bool({gpu for each in engines for gpu in each} & set(ranks))
     _check_host_tiers(replicas, engine.host_tier)
-    share = _check(config, gpus, ranks, engines, rank, engine, shared=shared)
+    if shared and config.engine.weight_transfer == "nccl":
+        raise ConfigError(
+            "engine.weight_transfer=nccl: NCCL connects different GPUs, and an engine is on that "
+            "of a rank; use shm"
+        )
+    used = {*ranks, *(gpu for each in engines for gpu in each)}
+    served, left = _with_judges(judges, gpus, visible, used)
+    context = config.engine.max_context_tokens or context_limit(settings)
+    share, kv_cache_gib = _check(config, left, ranks, engines, rank, engine, context, shared=shared)
     trainer, copies = config.trainer, config.trainer.weight_copies
     shards = trainer.ranks // copies if copies > 1 else 0
-    context = trainer.context_parallel
-    checkpoints = bool(config.model.gradient_checkpointing)
-    return DevicePlan(gpus, ranks, engines, share, rank, engine, context, shards, checkpoints)
+    return DevicePlan(
+        gpus,
+        ranks,
+        engines,
+        share,
+        rank,
+        engine,
+        kv_cache_gib,
+        served,
+        trainer.context_parallel,
+        shards,
+        bool(config.model.gradient_checkpointing),
+    )
 
 
 def _check_without_gpus(config: RanksConfig) -> None:
     engine = config.engine
     served = engine.urls or engine.replicas
-    if served and engine.weight_transfer in ("nccl", "ipc"):
+    if served and engine.weight_transfer == "nccl":
         raise ConfigError(
             f"engine.weight_transfer={engine.weight_transfer}: the trainer uses no GPU here; use "
             "shm, or gloo to engines on other machines"
@@ -256,7 +369,42 @@ def _check_host_tiers(engines: int, tier_bytes: int) -> None:
         )
 
 
+def _with_judges(
+    judges: Mapping[str, VllmConfig], gpus: tuple[Gpu, ...], visible: str, used: set[int]
+) -> tuple[dict[int, tuple[str, ...]], tuple[Gpu, ...]]:
+    """The judges that are served on each GPU, and the GPUs with what these leave. `used`: by ranks
+    and engines."""
+    names = (
+        [each.strip() for each in visible.split(",")]
+        if visible
+        else list(map(str, range(len(gpus))))
+    )
+    served: dict[int, tuple[str, ...]] = {}
+    left = list(gpus)
+    for key, judge in judges.items():
+        own = judge.env.get(VISIBLE, names[0]).split(",")
+        for number in (names.index(each.strip()) for each in own if each.strip() in names):
+            if judge.gpu_memory_share is None and number in used:
+                raise ConfigError(
+                    f"{key}.checkpoint: its server would take {ENGINE_SHARE:.0%} of GPU {number}, "
+                    f"which this run uses; give it another GPU by {key}.engine.env={{{VISIBLE}: "
+                    f"…}}, or a part of this one by {key}.engine.gpu_memory_share"
+                )
+            share, gpu = judge.gpu_memory_share or ENGINE_SHARE, left[number]
+            free = gpu.memory if gpu.free is None else gpu.free
+            left[number] = replace(gpu, free=free - int(share * gpu.memory) - CONTEXT_BYTES)
+            if left[number].usable < 0:
+                raise ConfigError(
+                    f"{key}.engine.gpu_memory_share={share:g}: GPU {number} has {_gib(free)} for "
+                    "it; lower it, or use another GPU"
+                )
+            served[number] = (*served.get(number, ()), f"{key}, {share:.0%} of the memory")
+    return served, tuple(left)
+
+
 def _gpus_of_ranks(config: RanksConfig, gpus: Sequence[Gpu], local_ranks: int) -> tuple[int, ...]:
+    if not local_ranks:
+        return ()
     _, _, index = config.trainer.device.partition(":")
     ranks = (int(index),) if index else tuple(range(local_ranks))
     if max(ranks) >= len(gpus):
@@ -268,13 +416,12 @@ def _gpus_of_ranks(config: RanksConfig, gpus: Sequence[Gpu], local_ranks: int) -
     return ranks
 
 
-def _memory(config: RanksConfig, size: int) -> tuple[RankMemory, EngineMemory]:
-    settings = load_settings(config.model.path)
+def _rank_memory(config: RanksConfig, settings: Any) -> RankMemory:
     algorithm, lora = config.algorithm, config.model.lora
     refers = algorithm.kl is not None and (algorithm.kl.reference is not None or lora is None)
     # A sequence that is longer than a micro-batch has a pass of its own.
     longest = max(config.model.max_micro_batch_tokens, config.engine.max_context_tokens or 0)
-    rank = rank_memory(
+    return rank_memory(
         settings,
         config.model.model_copy(update={"max_micro_batch_tokens": longest}),
         config.optimizer,
@@ -284,8 +431,11 @@ def _memory(config: RanksConfig, size: int) -> tuple[RankMemory, EngineMemory]:
         trained_models=1 + (algorithm.critic is not None),
         frozen_models=refers + (algorithm.distillation is not None),
     )
-    text = settings.get_text_config()
-    count = count_weights(settings)
+
+
+def _engine_memory(config: RanksConfig, settings: Any) -> EngineMemory:
+    """Of an engine as `config.engine` describes it, with the adapters that it samples with."""
+    text, size = settings.get_text_config(), config.engine.tensor_parallel
     width = 4 if config.engine.served_dtype(config.model) == "float32" else 2
     if text.num_attention_heads % size:
         raise ConfigError(
@@ -294,7 +444,10 @@ def _memory(config: RanksConfig, size: int) -> tuple[RankMemory, EngineMemory]:
         )
     cache, states = _cache_bytes(text, width, size)
     tier = int(config.engine.host_tier_gib * GIB)
-    return rank, EngineMemory(count * width // size, cache, states, tier)
+    rank, slots = config.engine_adapters
+    # vLLM divides one of an adapter's two matrices among the GPUs.
+    adapters = slots * adapter_weights(settings, rank) * width if slots else 0
+    return EngineMemory(count_weights(settings) * width // size, cache, states, tier, adapters)
 
 
 def _cache_bytes(text: Any, width: int, size: int) -> tuple[int, int]:
@@ -319,43 +472,74 @@ def _check(
     gpus: Sequence[Gpu],
     ranks: Sequence[int],
     engines: Sequence[Sequence[int]],
-    rank: RankMemory,
+    rank: RankMemory | None,
     engine: EngineMemory,
+    context: int,
     *,
     shared: bool,
-) -> float | None:
-    """Checks that everything fits. Returns an engine's share of a GPU that it shares."""
+) -> tuple[float | None, int | None]:
+    """Checks that everything fits. Returns an engine's share of each of its GPUs, and the GiB of
+    its cache, None: what the share leaves. `context`: tokens of the longest sequence."""
     sleep, share = config.engine.sleep, config.engine.gpu_memory_share
-    smallest = min(gpus[n].memory for n in ranks)
-    needed = rank.total + RANK_EXTRA_BYTES + (ASLEEP_BYTES if shared and sleep else 0)
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.parts().items())
-    if needed > smallest:
-        raise RankTooLargeError(
-            f"a rank needs {_gib(needed)} of a GPU's {_gib(smallest)} ({parts})"
-            f"{_advice(config, rank)}"
-        )
-    if shared:
-        beside = (rank.resident if sleep else rank.total) + RANK_EXTRA_BYTES
-        at_most = math.floor(100 * (1 - beside / smallest)) / 100
-        if share is not None and share > at_most:
+    beside, parts = 0, ""
+    if rank is not None:
+        smallest = min(gpus[n].usable for n in ranks)
+        needed = rank.total + CONTEXT_BYTES + (ASLEEP_BYTES if shared and sleep else 0)
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.parts().items())
+        if needed > smallest:
             raise RankTooLargeError(
-                f"engine.gpu_memory_share={share:g}: a rank on the same GPU of {_gib(smallest)} "
-                f"needs {_gib(beside)} meanwhile ({parts}); use at most {at_most:g}"
-                f"{'' if sleep else ', or engine.sleep=true'}"
+                f"a rank needs {_gib(needed)} of the {_gib(smallest)} that a GPU has for it "
+                f"({parts})"
+                f"{_advice(config, rank)}"
             )
-        share = at_most if share is None else share
-    least = engine.least(config.engine.max_context_tokens or 1)
-    for each in engines:
-        room = int((share or ENGINE_SHARE) * min(gpus[n].memory for n in each))
-        if least > room:
-            kind = RankTooLargeError if shared else ConfigError
-            raise kind(
-                f"an engine needs {_gib(least)} on each of its GPUs (weights "
-                f"{_gib(engine.weights)}), and gets {_gib(room)}; use --tensor-parallel-size in "
-                f"engine.args, or a larger engine.gpu_memory_share"
-                f"{', or more GPUs, so that ranks and engines share none' if shared else ''}"
-            )
-    return share if shared else None
+        if shared:
+            kept = int(rank.resident * (1 + RESERVED_SHARE)) if sleep else rank.total
+            beside = kept + CONTEXT_BYTES
+    if not engines:
+        return share, None
+    own = [gpus[n] for each in engines for n in each]
+    at_most = min(
+        (gpus[n].usable - CONTEXT_BYTES - (beside if n in ranks else 0)) / gpus[n].memory
+        for each in engines
+        for n in each
+    )
+    at_most = math.floor(100 * at_most) / 100
+    if share is not None and share > at_most:
+        kind, why = ConfigError, f"a GPU has {_gib(min(gpu.usable for gpu in own))} for it"
+        if shared:
+            kind = RankTooLargeError
+            why = f"a rank on the same GPU needs {_gib(beside)} meanwhile ({parts})"
+        raise kind(
+            f"engine.gpu_memory_share={share:g}: {why}; use at most {at_most:g}"
+            f"{', or engine.sleep=true' if shared and not sleep else ''}"
+        )
+    memory = min(gpu.memory for gpu in own)
+    room = int((share or min(ENGINE_SHARE, at_most)) * memory)
+    given = config.engine.kv_cache_gib
+    least = engine.least(context) if given is None else engine.fixed + given * GIB
+    if least > room or (given is not None and engine.cache(1, context) > given * GIB):
+        raise (RankTooLargeError if shared else ConfigError)(
+            f"an engine needs {_gib(max(least, engine.least(context)))} on each of its GPUs "
+            f"(weights {_gib(engine.weights)}, one sequence of {context:,} tokens "
+            f"{_gib(engine.cache(1, context))}), and gets {_gib(max(room, 0))}"
+            f"{'' if given is None else f' (engine.kv_cache_gib={given})'}; use "
+            f"a smaller engine.max_context_tokens, {GPUS_OF_AN_ENGINE} in engine.args, or a larger "
+            f"engine.gpu_memory_share"
+            f"{', or more GPUs, so that ranks and engines share none' if shared else ''}"
+        )
+    if given is None and share is None and not engine.cache_per_sequence:
+        sequences = CONTEXTS_PER_TRIAL * config.rollout.concurrency
+        wanted = math.ceil(engine.cache(sequences, context) / GIB)
+        if engine.fixed + wanted * GIB < room:
+            given = wanted
+    if share is None and given is not None:
+        room = engine.fixed + given * GIB
+    return share or math.ceil(100 * room / memory) / 100, given
+
+
+def _cache_room(gpus: Sequence[Gpu], own: Sequence[int], share: float, engine: EngineMemory) -> int:
+    """The bytes that vLLM's share leaves for its cache."""
+    return int(min(gpus[n].memory for n in own) * share) - engine.fixed
 
 
 def _advice(config: RanksConfig, rank: RankMemory) -> str:
@@ -370,7 +554,9 @@ def _advice(config: RanksConfig, rank: RankMemory) -> str:
     if (rank.passes or 0) > rank.total // 4 and not config.model.activation_offload:
         ways.append("model.activation_offload=true")
     if config.optimizer.name == "adamw" and rank.moments > rank.total // 10:
-        ways += ["optimizer.offload=true", "optimizer.name=adamw_8bit"]
+        ways.append("optimizer.offload=true")
+        if config.trainer.ranks == 1 and config.model.weights_dtype == "float32":
+            ways.append("optimizer.name=adamw_8bit")
     if config.model.weights_dtype == "float32" and config.model.compute_dtype == "bfloat16":
         ways.append("model.weights_dtype=bfloat16")
     if config.model.lora is None:

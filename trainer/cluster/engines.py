@@ -20,7 +20,7 @@ from proxy.client import ProxyClient, ProxyClientError
 from proxy.policies import BASE
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica
-from trainer.cluster.rank_zero import Connect, RankZero, SentWeights, SyncWeights
+from trainer.cluster.rank_zero import Connect, FreeMemory, RankZero, SentWeights, SyncWeights
 from trainer.cluster.relay_weights import RelayWeights
 from trainer.errors import TrainerError, WeightSyncError
 from trainer.run.control import first_to_end
@@ -54,14 +54,18 @@ class RunEngines:
         proxy_patience_s: float = 0.0,
         run: str = "",
         publish_timeout_s: float | None = None,
+        may_share_gpus: bool = False,
     ) -> None:
         """`replicas` were started by the run, and each is restarted at most `restarts` times.
         `given_urls` are engines that the run does not start. `adapters` is the folder for the
         versions of a LoRA adapter. `proxy_patience_s`: how long to wait for a proxy that is being
         restarted. `run`: the run to which the policies that it publishes belong.
         `publish_timeout_s`: how long to wait for relay workers, for which weights are published;
-        None: they are not. `say` is called with a line for the user."""
+        None: they are not. `may_share_gpus`: a replica may be on the GPU of a rank, which is then
+        idle while engines sample, and makes room before a replacement starts. `say` is
+        called with a line for the user."""
         self._rank_zero = rank_zero
+        self._may_share_gpus = may_share_gpus
         self._replicas = dict(enumerate(replicas))
         self._restarts = restarts
         self._say = say
@@ -178,6 +182,8 @@ class RunEngines:
                 await self._note(lambda: self._running.discard(number))
                 await proxy.set_engines(self.named)
                 await self._change(lambda: client.remove_engine(name), HTTPStatus.NOT_FOUND)
+                if self._may_share_gpus:
+                    await self._rank_zero.ask(FreeMemory())
                 await replica.start()
                 ended = asyncio.create_task(replica.wait())
                 if not await self._join(number, ended):

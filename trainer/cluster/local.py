@@ -90,11 +90,19 @@ async def local_trainer(
 class LocalCluster:
     """Example: LocalCluster(config, folder, control).replica(0)"""
 
-    def __init__(self, config: ProcessesConfig, folder: RunFolder, control: RunControl) -> None:
+    def __init__(
+        self,
+        config: ProcessesConfig,
+        folder: RunFolder,
+        control: RunControl,
+        *,
+        trains: bool = True,
+    ) -> None:
+        """`trains`: whether it has ranks; otherwise the engines have all GPUs."""
         self._config = config
         self._folder = folder
         self._control = control
-        self._plan = plan_devices(config, gpus_here())
+        self.plan = plan_devices(config, gpus_here(), trains=trains)
         self._listening = ListeningPorts([os.getpid()])
 
     @property
@@ -110,7 +118,7 @@ class LocalCluster:
         return self._listening.now() | engines | rendezvous_ports(os.environ)
 
     def replica(self, number: int) -> LocalReplica:
-        make = replica_server(self._config, self._folder, number, plan=self._plan)
+        make = replica_server(self._config, self._folder, number, plan=self.plan)
         return LocalReplica(make)
 
     def relay_worker(

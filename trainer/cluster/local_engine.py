@@ -58,11 +58,10 @@ def replica_engine(config: RanksConfig) -> EnginesConfig:
     if model.router_replay == "replay":
         engine = engine.model_copy(update={"routed_experts": True})
     if model.lora is not None and model.policy:
-        policies = config.trainer.policies.values()
-        ranks = [section.lora.rank for section in policies] or [model.lora.rank]
+        rank, slots = config.engine_adapters
         given = {
-            "lora_rank": engine.lora_rank or max(ranks),
-            "lora_slots": max(engine.lora_slots, 2 * len(ranks)),  # during an update, two of each
+            "lora_rank": rank,
+            "lora_slots": slots,
             "args": (*adapter_arguments(model.path), *engine.args),
         }
         engine = engine.model_copy(update=given)

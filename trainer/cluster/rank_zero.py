@@ -96,6 +96,14 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Gives memory that no tensor uses back to the GPUs, before an engine starts on one."""
+
+    def on(self, learners: Learners) -> None:
+        learners.free_cache()
+
+
+@dataclass(frozen=True, slots=True)
 class Connect:
     """Connects the learners to their engines, which do not have their weights yet."""
 

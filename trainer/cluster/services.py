@@ -22,7 +22,7 @@ from proxy.view.access import new_link
 from trainer.cluster.cluster import Cluster, ProcessesConfig, ProxyService
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.proxy_server import PORT_SETTING
-from trainer.cluster.rank_zero import RankZero
+from trainer.cluster.rank_zero import FreeMemory, RankZero
 from trainer.cluster.relay_workers import RelayWorkers
 from trainer.cluster.starting import StartingEngines
 from trainer.errors import ConfigError, TrainerError
@@ -80,6 +80,7 @@ class RunServices:
             engines, starting = await self._begin_engines(stack)
             workers = RelayWorkers(self.config, self.folder, self.cluster, self.say)
             proxy = await self._begin_proxy(stack, workers) if server.url is None else None
+            await self.rank_zero.ask(FreeMemory())
             await starting.ready()
             await self.control.wait_for(engines.connect())
             if server.url is not None:
@@ -123,6 +124,7 @@ class RunServices:
             proxy_patience_s=self.config.proxy_server.patience_s,
             run=self.folder.run_id,
             publish_timeout_s=engine.publish_timeout_s if engine.publish else None,
+            may_share_gpus=self.config.trainer.mode == "colocated",
         )
         stack.push_async_callback(engines.stop)
         return engines, starting

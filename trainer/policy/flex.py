@@ -1,5 +1,9 @@
 """Attention over packed and prefix-shared sequences on CUDA, by FlexAttention.
 
+Uncompiled, FlexAttention holds the scores of all `T²` pairs in memory. Invariants: it is compiled
+without a graph break (`fullgraph`), and a model compiles one graph per window, with gradients and
+without, whatever the lengths of its rows: no length is so small that it is compiled as a constant.
+
 Shapes: `T` tokens of a micro-batch, `H` query heads, `D` head size.
 """
 
@@ -10,10 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch.fx.experimental._config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.functional import pad
 
-from trainer.policy.mask import AttentionMask, block_mask
+from trainer.packing import Layout
+from trainer.policy.mask import BLOCK, AttentionMask, block_mask
+
+SHORTEST = 2 * BLOCK
+"""Tokens of the shortest row that is compiled. The mask of a shorter one can have a single block, a
+size that torch compiles as a constant; it is filled up instead."""
+MAX_GRAPHS = 64
+"""Number of graphs in a process: 4 for each shape of heads of the policy, a critic and teachers.
+After torch's own 8, further shapes would run uncompiled."""
 
 
 def flex_attend(
@@ -32,10 +47,17 @@ def flex_attend(
     without it is multiplied by `σ(lse − s)`.
     """
 
+    tokens = query.shape[2]
+    if tokens < SHORTEST:
+        query, key, value = (
+            pad(each, (0, 0, 0, SHORTEST - tokens)) for each in (query, key, value)
+        )
+        mask = AttentionMask(_filled(mask.layout), mask.window)
+
     def capped(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    kernel: Any = _compiled() if query.is_cuda else flex_attention
+    kernel: Any = compiled() if query.is_cuda else flex_attention
     out, aux = kernel(
         query,
         key,
@@ -46,13 +68,29 @@ def flex_attend(
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    result: Tensor = out
+    result: Tensor = out[:, :, :tokens]
     if sinks is not None:
-        share = torch.sigmoid(aux.lse - sinks.float().view(1, -1, 1))
+        share = torch.sigmoid(aux.lse[:, :, :tokens] - sinks.float().view(1, -1, 1))
         result = result * share[..., None].to(result.dtype)
     return result
 
 
+@functools.lru_cache(maxsize=2)  # the layout of the micro-batch at hand, for all of its layers
+def _filled(layout: Layout) -> Layout:
+    """The layout with a path of further tokens at its end."""
+    ends = layout.ends
+    more = torch.full((SHORTEST - len(ends),), SHORTEST, dtype=ends.dtype, device=ends.device)
+    return Layout(torch.cat([ends, more]), layout.longest)
+
+
 @functools.cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True)
+def compiled(backend: Any = "inductor") -> Callable[..., Any]:
+    """FlexAttention, compiled by one of torch's backends."""
+    kernel: Any = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+    # A soft cap is a float, which would otherwise break the graph; and two sizes that are equal in
+    # the first row, such as numbers of heads and of blocks, are not equal in the next.
+    dynamo = torch._dynamo.config.patch(specialize_float=True, recompile_limit=MAX_GRAPHS)
+    config: Any = torch.fx.experimental._config
+    sizes = config.patch(use_duck_shape=False)
+    patched: Callable[..., Any] = dynamo(sizes(kernel))
+    return patched

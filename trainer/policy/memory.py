@@ -140,6 +140,15 @@ def count_weights(settings: Any) -> int:
     return _weights(_without_memory(settings.get_text_config()))
 
 
+def adapter_weights(settings: Any, rank: int) -> int:
+    """The number of weights of an adapter on every linear layer, the output layer included, for
+    which an engine keeps room."""
+    linear = [
+        m for m in _without_memory(settings.get_text_config()).modules() if isinstance(m, nn.Linear)
+    ]
+    return sum(rank * (each.in_features + each.out_features) for each in linear)
+
+
 def _without_memory(settings: Any) -> Any:
     """The model of these settings, whose weights have shapes only."""
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.dtypes import Dtypes, engine_dtypes, rounded
@@ -34,9 +36,15 @@ class WeightSync:
     """Sends weights to engines, one `push` at a time. Its methods block: call them in a thread if
     an event loop is running."""
 
-    def __init__(self, control: EngineControl, backend: Backend = "shm") -> None:
+    def __init__(
+        self,
+        control: EngineControl,
+        backend: Backend = "shm",
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+    ) -> None:
+        """`device` holds the weights that will be sent."""
         self.control = control
-        self.transport: Transport = open_transport(backend, control)
+        self.transport: Transport = open_transport(backend, control, device)
         self._dtypes: Dtypes | None = None
         """In which types weights are sent; None: the engines have not been asked."""
 

@@ -1,14 +1,14 @@
 """The transports of weights to the engines: one protocol, and one class per kind of client.
 
 `shm`   shared memory, any device, engines on this machine (the default; this project's client)
-`ipc`   CUDA IPC handles, engines on this machine's GPUs (vLLM's client)
-`nccl`  broadcast over NCCL, engines on any machine (vLLM's client)
+`nccl`  broadcast over NCCL, engines on other GPUs of any machine (vLLM's client)
 `gloo`  broadcast over gloo, engines on any machine, without a GPU, while they sample (vLLM's client
         for `nccl` with another process group, `gloo_trainer.py`)
 
 Engines that none of these reach pull weights from files: `publisher.py`.
 
-`ipc` and `nccl` follow vLLM's documented trainer-side API. They need a GPU and are not tested.
+`nccl` needs GPUs and was not run on any. Invariant: its operations, which NCCL itself never ends if
+a member is lost, end as soon as an engine has refused an update or is found dead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Literal, Protocol
+from functools import partial
+from threading import Thread
+from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -29,10 +33,12 @@ import torch
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.control import HEALTH_INTERVAL_S, EngineControl
 from trainer.weight_sync.gloo_group import address_towards
+from trainer.weight_sync.nccl_abort import abort
 from trainer.weight_sync.segment import Named, SegmentWriter, Written
 
-Backend = Literal["shm", "ipc", "nccl", "gloo"]
+Backend = Literal["shm", "nccl", "gloo"]
 Shapes = Callable[[], Sequence[Named]]
+T = TypeVar("T")
 _REPORTS_BYTES = 1 << 16  # the size of a pipe
 ANSWER_S = 30.0
 """Seconds within which the engines report why an update has failed, once the group has failed."""
@@ -112,27 +118,42 @@ class SharedMemoryTransport:
 
 
 class VllmTransport:
-    """vLLM's own trainer-side client for `ipc`, `nccl` or `gloo`. With `gloo`, `stage` sends the
-    weights; with the others, `send` does."""
+    """vLLM's own trainer-side client for `nccl` or `gloo`. With `gloo`, `stage` sends the weights;
+    with `nccl`, `send` does."""
 
-    def __init__(self, control: EngineControl, backend: Literal["ipc", "nccl", "gloo"]) -> None:
+    def __init__(
+        self, control: EngineControl, backend: Literal["nccl", "gloo"], device: torch.device
+    ) -> None:
+        """`device` holds the weights that will be sent.
+
+        Raises:
+            WeightSyncError: an engine did not join.
+        """
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         from trainer.weight_sync.vllm_plugin import register_backends
 
         register_backends()
-        self._streams = backend != "ipc"  # whose handles refer to tensors that must stay
         self._stages = backend == "gloo"
         self._source = _Source()
         self._control, self._client = control, _Client(control)
-        self.engine: Any = WeightTransferTrainerFactory.trainer_init(
-            _trainer_init_info(control, backend), client=self._client, source=self._source
-        )
+        # vLLM uses the current device, on which NCCL's communicator must be, too.
+        self._on_device = partial(torch.cuda.device, device) if backend == "nccl" else nullcontext
+
+        def joined() -> Any:
+            with self._on_device():
+                return WeightTransferTrainerFactory.trainer_init(
+                    _trainer_init_info(control, backend), client=self._client, source=self._source
+                )
+
+        self.engine: Any = self._client.unless_it_fails(joined)
+        if backend == "nccl":
+            self._client.abort = partial(abort, self.engine.model_update_group)
 
     def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
         """Raises WeightSyncError: an engine was lost. As after any other error, the transport can
         then only be closed; a new one serves the engines that are left, which still sample."""
-        if shapes is not None and self._streams:
+        if shapes is not None:
             self._source.named, self._source.shapes = weights, shapes()
         else:
             self._source.named = self._source.shapes = list(weights)
@@ -154,7 +175,8 @@ class VllmTransport:
         """Raises WeightSyncError: an engine refused the weights, or was lost. If it was lost, the
         transport can then only be closed; a new one serves the engines that are left."""
         try:
-            self.engine.send_weights()
+            with self._on_device():
+                self.engine.send_weights()
         except RuntimeError as error:  # torch's, if a member of the group is lost
             self.engine.shutdown()  # ends the waits of the members that are left
             # Each engine reports that the group has failed: the lost one is the cause.
@@ -169,28 +191,62 @@ class VllmTransport:
         self.engine.shutdown()
 
 
-def open_transport(backend: Backend, control: EngineControl) -> Transport:
+def open_transport(backend: Backend, control: EngineControl, device: torch.device) -> Transport:
+    """`device` holds the weights that will be sent."""
     if backend == "shm":
         return SharedMemoryTransport(control)
-    return VllmTransport(control, backend)
+    return VllmTransport(control, backend, device)
 
 
 class _Client:
     """The engines as vLLM's `VLLMWeightSyncClient`. It keeps the error of an update, which vLLM's
-    trainer drops if the group fails as well."""
+    trainer drops if the group fails as well, and ends what waits for the engine."""
 
     def __init__(self, control: EngineControl) -> None:
-        self.init_weight_transfer_engine = control.init_weight_transfer_engine
+        self.abort: Callable[[], None] = lambda: None
+        """Ends the operations of the group after an error of an engine."""
+        self._joining: Future[Any] = Future()
         self.start_weight_update = control.start_weight_update
         self.finish_weight_update = control.finish_weight_update
         self._control = control
         self._answers: queue.SimpleQueue[WeightSyncError | None] = queue.SimpleQueue()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        try:
+            self._control.init_weight_transfer_engine(init_info)
+        except WeightSyncError as error:
+            if not self._joining.done():
+                self._joining.set_exception(error)
+            raise
+
+    def unless_it_fails(self, joined: Callable[[], T]) -> T:
+        """The result of `joined`, which asks the engines to join a group and waits for them.
+
+        Raises:
+            WeightSyncError: an engine did not join. NCCL would wait for it for ever, so that the
+                thread that waits is left alone; it ends with this process.
+        """
+
+        def join() -> None:
+            try:
+                result = joined()
+            except BaseException as error:  # noqa: BLE001 (raised where the result is awaited)
+                if not self._joining.done():
+                    self._joining.set_exception(error)
+            else:
+                if not self._joining.done():
+                    self._joining.set_result(result)
+
+        Thread(target=join, name="join-engines", daemon=True).start()
+        result: T = self._joining.result()
+        return result
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         try:
             self._control.update_weights(update_info)
         except WeightSyncError as error:
             self._answers.put(error)
+            self.abort()
             raise
 
     def failure(self) -> WeightSyncError | None:
@@ -217,11 +273,7 @@ class _Source:
         return iter(self.named)
 
 
-def _trainer_init_info(control: EngineControl, backend: Literal["ipc", "nccl", "gloo"]) -> Any:
-    if backend == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-        return IPCTrainerInitInfo(rank=0)
+def _trainer_init_info(control: EngineControl, backend: Literal["nccl", "gloo"]) -> Any:
     parts = urlsplit(control.urls[0])
     address = address_towards(parts.hostname or "", parts.port or 80)
     world_size = 1 + sum(control.world_sizes())

@@ -4,8 +4,9 @@ Runs inside vLLM's worker processes. Invariant: an update is applied completely,
 error that its caller receives (`vllm_reload.py`). It fails if the digest differs from the
 trainer's.
 
-A worker that can stages the weights (`vllm_staging.py`): while it samples, a thread of its own
-checks the digest and loads them.
+While it samples, a thread of its own checks the digest, and loads the weights if it can stage them
+(`vllm_staging.py`): hashing the weights of a model of 70 B takes 10 s, in which nothing would be
+sampled.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from trainer.weight_sync.segment import SegmentReader, Written
+from trainer.weight_sync.segment import Named, SegmentReader, Written
 from trainer.weight_sync.vllm_staging import StagingEngine, log_unstaged, words
-from trainer.weight_sync.vllm_twin import Twin, UnstageableError
+from trainer.weight_sync.vllm_twin import Twin
 
 _REASON_BYTES = 500  # a line must fit into a pipe's atomic write
 
@@ -48,10 +49,17 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Weights that only have to be taken over."""
+    """Weights whose digest is right, and the twin that has loaded them; None: the update loads
+    them, because of `reason`."""
 
     written: Written
-    twin: Twin
+    tensors: list[Named]
+    twin: Twin | None
+    reason: str = ""
+
+    def discard(self) -> None:
+        if self.twin is not None:
+            self.twin.discard()
 
 
 class SharedMemoryEngine(StagingEngine[SharedMemoryInit, SharedMemoryUpdate]):
@@ -69,7 +77,7 @@ class SharedMemoryEngine(StagingEngine[SharedMemoryInit, SharedMemoryUpdate]):
         """Begins to stage weights, and returns at once."""
         if (unused := self._staged) is not None:
             self._staged = None
-            self._thread.submit(lambda: unused.result().twin.discard())
+            self._thread.submit(lambda: unused.result().discard())
         if not init_info.path:
             return
         written = Written(init_info.path, init_info.size_bytes, init_info.digest)
@@ -78,35 +86,42 @@ class SharedMemoryEngine(StagingEngine[SharedMemoryInit, SharedMemoryUpdate]):
 
     def _load(self, update_info: SharedMemoryUpdate) -> None:
         written = Written(update_info.path, update_info.size_bytes, update_info.digest)
-        if (staged := self._taken(written)) is not None:
-            self._adopt(staged.twin)
-        else:
+        staged = self._taken(written)
+        if staged is None:
             self._load_unstaged(self._reader.receive(written), written.size_bytes)
+        elif staged.twin is None:
+            self._load_unstaged(staged.tensors, written.size_bytes)
+        else:
+            self._adopt(staged.twin)
 
     def shutdown(self) -> None:
         self._staged = None
         self._reader.close()
 
     def _stage(self, written: Written) -> Staged:
+        tensors = self._reader.receive(written)
         if reason := self._why_unstaged(written.size_bytes):
-            raise UnstageableError(reason)
-        return Staged(written, self._filled(self._reader.receive(written)))
+            return Staged(written, tensors, None, reason)
+        try:
+            return Staged(written, [], self._filled(tensors))
+        except Exception as error:  # noqa: BLE001 (of the loader of any model)
+            return Staged(written, tensors, None, words(error))
 
     def _taken(self, written: Written) -> Staged | None:
-        """The staged weights, once; None if these weights are not staged."""
+        """The staged weights, once; None if these weights were not received."""
         staged, self._staged = self._staged, None
         if staged is None or staged.exception() is not None:
             return None
         found = staged.result()
         if found.written == written:
             return found
-        self._thread.submit(found.twin.discard)
+        self._thread.submit(found.discard)
         return None
 
 
 def _failure(staged: Future[Staged]) -> str:
     error = staged.exception()
-    return "" if error is None else words(error)
+    return staged.result().reason if error is None else words(error)
 
 
 def _report(init_info: SharedMemoryInit, reason: str) -> None:

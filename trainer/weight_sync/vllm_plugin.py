@@ -39,6 +39,11 @@ def register_backends() -> None:
         WeightTransferEngineFactory.register_engine(
             "gloo", "trainer.weight_sync.gloo_engine", "GlooEngine"
         )
+        # vLLM's own, which does not check that an update is complete, is already registered.
+        WeightTransferEngineFactory._registry.pop("nccl", None)
+        WeightTransferEngineFactory.register_engine(
+            "nccl", "trainer.weight_sync.nccl_engine", "CheckedNcclEngine"
+        )
         WeightTransferTrainerFactory.register_engine(
             "gloo", "trainer.weight_sync.gloo_trainer", "GlooTrainer"
         )

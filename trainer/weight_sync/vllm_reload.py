@@ -35,14 +35,24 @@ class Reload:
 
     def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
         self._model, self._config, self._device = model, model_config, device
+        self._loaded: set[str] = set()
         self._packed = _unpack_experts(model) if device.type == "cpu" else []
         initialize_layerwise_reload(model)
 
     def load(self, tensors: Iterable[Named]) -> None:
         """Raises ValueError: the update does not contain every weight, or only a part of one."""
+        self.load_part(tensors)
+        self.check()
+
+    def load_part(self, tensors: Iterable[Named]) -> None:
+        """Loads some of the weights, which may be overwritten when it returns."""
         there = ((name, tensor.to(self._device)) for name, tensor in tensors)
         loaded = self._model.load_weights(there)  # type: ignore[operator]
-        missing = self._expected() - set(loaded or self._expected())
+        self._loaded |= set(self._expected() if loaded is None else loaded)
+
+    def check(self) -> None:
+        """After all parts. Raises ValueError: as `load`."""
+        missing = self._expected() - self._loaded
         if missing:
             raise ValueError(f"the update did not contain these weights: {sorted(missing)[:5]}")
         if partial := self._partly_loaded():

@@ -55,7 +55,7 @@ ROWS = {
     "gives way": (True, False),
     "forks": (True, False),
     "plan": (False, True),
-    "transports": (("shm", "gloo"), ("shm", "ipc", "nccl", "gloo")),
+    "transports": (("shm", "gloo"), ("shm", "nccl", "gloo")),
     "types with adapters": (("float32", "bfloat16"), ("bfloat16",)),
     "types with latent attention": (("float32", "bfloat16"), ("bfloat16",)),
     "attention in float32": ("CPU_ATTN", "TRITON_ATTN"),

@@ -61,3 +61,38 @@ def test_staged_weights_that_the_update_does_not_name_are_freed() -> None:
         load(expected, weights(3))
         assert torch.equal(engine.model.output(), expected.output())
         engine.shutdown()
+
+
+def test_weights_that_cannot_be_staged_are_hashed_before_the_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of every GPU, which has no memory for a second model."""
+    engine = make_engine()
+    engine._refusal = "its device is cuda"
+    with closing(SegmentWriter()) as writer:
+        written = writer.write(weights(2))
+        stage(engine, written, writer.report_path)
+        assert engine._staged.result().reason == "its device is cuda"
+
+        def hashed(_: object) -> str:
+            raise AssertionError("the weights are hashed while sampling is paused")
+
+        monkeypatch.setattr("trainer.weight_sync.segment.digest", hashed)
+        update(engine, written)
+        expected = Model()
+        load(expected, weights(2))
+        assert torch.equal(engine.model.output(), expected.output())
+        engine.shutdown()
+
+
+def test_weights_that_were_changed_after_the_write_are_refused_by_the_update() -> None:
+    engine = make_engine()
+    engine._refusal = "its device is cuda"
+    with closing(SegmentWriter()) as writer:
+        written = writer.write(weights(2))
+        wrong = Written(written.path, written.size_bytes, "0" * 32)
+        stage(engine, wrong, writer.report_path)
+        assert isinstance(engine._staged.exception(), ValueError)
+        with pytest.raises(ValueError, match="the trainer sent 0000"):
+            update(engine, wrong)
+        engine.shutdown()
