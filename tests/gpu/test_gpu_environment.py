@@ -24,6 +24,9 @@ PYTHON = ENVIRONMENT / "bin" / "python"
 TITLES = [each.title for each in ARCHITECTURES if not each.refused]
 MINUTES = 15
 MARKS = {
+    "MiMo-V2-Flash": pytest.mark.xfail(
+        strict=True, reason="vLLM needs settings of the published file that a small copy lacks"
+    ),
     "OLMo Hybrid": pytest.mark.xfail(
         strict=True, reason="vLLM 0.32 has other names for the norms of its linear layers"
     ),
