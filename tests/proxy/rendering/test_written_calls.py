@@ -17,7 +17,7 @@ from renderers.base import MODEL_RENDERER_MAP
 
 from proxy.conversation import Conversation, Message, ToolCall
 from proxy.errors import RequestError
-from proxy.records import FinishReason
+from proxy.records import FinishReason, ForkCause
 from proxy.rendering.answers import _added
 from proxy.rendering.deltas import Delta
 from proxy.rendering.families import FAMILIES as KNOWN
@@ -25,6 +25,7 @@ from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stream import AnswerParser
 from proxy.rendering.tagged_calls import CallTags
+from proxy.rendering.tokenizer import Tokenizer
 from proxy.rendering.whole import WholeParser
 from proxy.wire.dialect import Outcome, Piece
 from proxy.wire.fields import Fields
@@ -32,6 +33,7 @@ from proxy.wire.registry import open_dialects
 from tests.proxy.rendering.test_families import Family, family_of
 from tests.proxy.rendering.test_stream import put_together, without_ids
 from tests.proxy.rendering.written_calls import Drawn, clean_text, drawn_calls, tagged_text
+from tests.proxy.token_tree.test_tree import Recorder
 
 __all__ = ["family_of"]
 FAMILIES = [*sorted(set(MODEL_RENDERER_MAP.values())), "template"]
@@ -279,3 +281,131 @@ def _is_broken(call: ToolCall) -> bool:
         return not isinstance(json.loads(call.arguments), dict)
     except ValueError:
         return True
+
+
+AWKWARD = {
+    "a": "  def f(x):\n        return x\n\n",
+    "b": "123",
+    "n": True,
+    "m": None,
+    "o": {"x": [1, " y\n", False], "é": None},
+}
+AWKWARD_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "shell",
+        "description": "Runs.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "string"},
+                "b": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "n": {"type": "boolean"},
+                "m": {"type": ["integer", "null"]},
+                "o": {"type": "object"},
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_call_that_comes_back_extends_the_path(name: str, family_of: Any) -> None:
+    """As the agent got it, or written again by its client. A fork is allowed only to a renderer
+    that cannot show what follows an answer, and then for any call."""
+    rendering = family_of(name).rendering
+    causes = []
+    for arguments in ({"a": "ls"}, AWKWARD):
+        drawn = Drawn(AWKWARD_TOOL, [arguments])
+        ids = written(rendering, asked(drawn), answer_of(drawn))
+        recorder = Recorder(rendering)
+        text = rendering.tokenizer.decode(ids)
+        assert rendering.tokenizer.encode(text) == ids
+        turn, message = recorder.ask(asked(drawn), text, close=False)
+        assert turn.fork_cause is None
+        assert same(message.tool_calls, drawn)
+        for call in message.tool_calls:
+            call.arguments = json.dumps(json.loads(call.arguments), indent=1)
+        after = [ASKED, message, Message("tool", "Done.", tool_call_id=message.tool_calls[0].id)]
+        placement = recorder.place(Conversation(after, [AWKWARD_TOOL]))
+        causes.append(placement.cause)
+        if placement.cause is None:
+            assert placement.shared_tokens >= turn.path_tokens
+    assert causes[0] == causes[1]
+    assert causes[0] in (None, ForkCause.UNPROVABLE_BRIDGE)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONE_CALL])
+def test_long_call_is_streamed_in_linear_time(
+    name: str, family_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the number of tokens that are decoded, for two lengths."""
+    rendering = family_of(name).rendering
+    decoded = 0
+    own = Tokenizer.decode
+
+    def counted(self: Tokenizer, ids: Any, *args: Any, **kwargs: Any) -> str:
+        nonlocal decoded
+        decoded += 1 if isinstance(ids, int) else len(ids)
+        return own(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    counts, lengths = [], []
+    for chars in (10_000, 40_000):
+        drawn = Drawn(AWKWARD_TOOL, [{"a": "x = 1\n" * (chars // 6)}])
+        ids = written(rendering, asked(drawn), answer_of(drawn))
+        decoded = 0
+        deltas, message = read_in_pieces(rendering, asked(drawn), ids, [16])
+        assert same(message.tool_calls, drawn)
+        assert len(deltas) > 20
+        counts.append(decoded)
+        lengths.append(len(ids))
+    assert counts[1] / counts[0] < 1.5 * lengths[1] / lengths[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "shell", "arguments": {"a": "x</tool_call>y"}}', ['{"a": "x</tool_call>y"}']),
+        (
+            '{"name": "shell", "arguments": {"a": "<tool_call>\\n{}\\n</tool_call>", "b": "1"}}',
+            ['{"a": "<tool_call>\\n{}\\n</tool_call>", "b": "1"}'],
+        ),
+        # Never closed: the block ends at its first tag, and the arguments are no JSON.
+        ('{"name": "shell", "arguments": {"a": "x</tool_call>y}}', ['{"a": "x']),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-vl", "template"])
+def test_closing_tag_in_a_string_of_json_does_not_end_the_call(
+    name: str, text: str, arguments: list[str], stream: bool, family_of: Any
+) -> None:
+    rendering, drawn = family_of(name).rendering, Drawn(AWKWARD_TOOL, [])
+    ids = rendering.tokenizer.encode(f"Look.\n<tool_call>\n{text}\n</tool_call>")
+    if stream:
+        deltas, message = read_in_pieces(rendering, asked(drawn), ids, [1])
+        assert [call.arguments for call in put_together(deltas)[2]] == arguments
+    else:
+        message = read_whole(rendering, asked(drawn), ids)
+    assert [call.arguments for call in message.tool_calls] == arguments
+    assert message.text.startswith("Look.")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_truncated_call_is_no_json_and_its_text_is_a_prefix(name: str, family_of: Any) -> None:
+    """Cut after each token, so also within a character and within a tag."""
+    rendering, drawn = (
+        family_of(name).rendering,
+        Drawn(AWKWARD_TOOL, [{"a": "été 数学 😀", "b": "1"}]),
+    )
+    ids = written(rendering, asked(drawn), answer_of(drawn))
+    (whole,) = read_whole(rendering, asked(drawn), ids).tool_calls
+    ended = False
+    for end in range(len(ids)):
+        message = read_whole(rendering, asked(drawn), ids[:end])
+        for call in message.tool_calls:
+            ended = ended or call.arguments == whole.arguments
+            begun = call.arguments.rstrip("\N{REPLACEMENT CHARACTER}")
+            assert whole.arguments.startswith(begun) or not ended
+            assert call.arguments == whole.arguments or _is_broken(call)
+    assert ended
