@@ -1,6 +1,6 @@
 """The table "In a company's network" of docs/deployment.md: what machines of companies have.
 
-A scripted engine takes the place of vLLM; `tests/e2e/test_company_machine.py` has the real run.
+A scripted engine takes the place of vLLM.
 """
 
 from __future__ import annotations
