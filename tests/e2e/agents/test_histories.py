@@ -17,7 +17,7 @@ import pytest
 from agent_loop.records import Rollout, RolloutStatus
 from tests.e2e.agents.model import DONE, call, offered_tools
 from tests.e2e.agents.test_agents import example, pytestmark, trial
-from tests.e2e.agents.test_hard_cases import plays, without
+from tests.e2e.agents.test_hard_cases import plays
 from tests.proxy.conftest import RunningProxy, StartProxy
 
 __all__ = ["pytestmark"]
@@ -127,15 +127,6 @@ async def test_edits_of_claude_code_do_not_fork(proxy: RunningProxy, tmp_path: P
     assert changes["offset: text became a number"] == 1
 
 
-def exec_command(command: str) -> str:
-    return call("exec_command", {"cmd": command, "yield_time_ms": 30_000})
-
-
-def patch(*lines: str) -> str:
-    text = "\n".join(["*** Begin Patch", *lines, "*** End Patch"])
-    return exec_command(f"apply_patch <<'PATCH'\n{text}\nPATCH")
-
-
 async def test_pictures_and_documents_do_not_end_claude_code(
     proxy: RunningProxy, tmp_path: Path
 ) -> None:
@@ -157,82 +148,14 @@ async def test_pictures_and_documents_do_not_end_claude_code(
     await assert_one_path(proxy, rollout, tmp_path, len(steps) + 1)
 
 
-async def test_patches_and_pictures_of_codex_do_not_fork(
-    proxy: RunningProxy, tmp_path: Path
-) -> None:
-    steps: list[Step] = [
-        exec_command(writes_file("a.png", png())),
-        call("view_image", {"path": "a.png"}),
-        patch("*** Add File: out.txt", "+one", "+two"),
-        patch("*** Update File: out.txt", "@@", "-one", "+hi", " two"),
-        patch("*** Update File: out.txt", "@@", " hi", "-two"),
-        patch("*** Update File: none.txt", "@@", "-x", "+y"),
-        exec_command("cat out.txt"),
-    ]
-    plays(proxy, in_order(*steps))
-    rollout = await trial(proxy, example("codex"), tmp_path)
-    prompt = proxy.rendering.tokenizer.decode(proxy.engine.calls[-1].prompt_ids)
-    (tmp_path / "prompt.txt").write_text(prompt)
-    assert "input_image: image/png" in prompt
-    await assert_one_path(proxy, rollout, tmp_path, len(steps) + 1)
-
-
-RUN = 'const made = await tools.exec_command({cmd: "echo hi > out.txt"}); text("made");'
-SUB_TASK = "Sub-task: say that you are there."
-
-
-def delegates(prompt: str) -> str:
-    """Writes the file by a script, hands a task to a sub-agent, and waits for its message."""
-    if f"\n{SUB_TASK}" in prompt and "Run the shell command" not in prompt:
-        return "I am there, as I was asked."
-    steps = [
-        call("functions.exec", {"input": RUN}),
-        call(
-            "collaboration.spawn_agent",
-            {"task_name": "helper", "message": SUB_TASK, "fork_turns": "none"},
-        ),
-        call("collaboration.wait_agent", {}),
-    ]
-    done = prompt.count("<tool_response>\n")
-    return steps[done] if done < len(steps) else DONE
-
-
-async def test_codex_with_its_own_model_runs_scripts_and_sub_agents(
-    proxy: RunningProxy, tmp_path: Path
-) -> None:
-    """It sends its tools as an item of the input, and messages between agents as `agent_message`
-    with content that it takes for encrypted."""
+async def test_codex_with_its_own_model_is_served(proxy: RunningProxy, tmp_path: Path) -> None:
+    """It sends its tools as an item of the input."""
     command = example("codex")
     argv = [part for part in command.argv if part != 'model="{model}"']
     at = next(i for i, part in enumerate(argv) if part == "-c" and argv[i + 1] == "-c")
     command = command.model_copy(update={"argv": tuple(argv[:at] + argv[at + 1 :])})
-    plays(proxy, delegates)
-    rollout = await trial(proxy, command, tmp_path)
-    log = (Path(rollout.logs or "") / "agent.log").read_text(errors="replace")[-3000:]
-    prompts = [proxy.rendering.tokenizer.decode(made.prompt_ids) for made in proxy.engine.calls]
-    (tmp_path / "prompts.txt").write_text("\n=====\n".join(prompts))
-    assert not await events(proxy, rollout, "refused"), log
-    assert rollout.reward == 1.0, log
-    assert "functions.exec" in offered_tools(prompts[0])
-    assert any("I am there, as I was asked." in prompt for prompt in prompts), log
-    assert set(rollout.forks) <= {"new_conversation"}, (rollout.forks, log)
-
-
-async def test_web_search_of_claude_code_is_an_error_that_it_survives(
-    proxy: RunningProxy, tmp_path: Path
-) -> None:
-    """Its search is a call of its own whose only tool is one that the provider runs."""
-    steps: list[Step] = [
-        call("WebSearch", {"query": "the weather in Oslo"}),
-        bash("echo hi > out.txt"),
-    ]
-    plays(proxy, in_order(*steps))
-    rollout = await trial(proxy, without(example("claude_code"), "--bare"), tmp_path)
-    log = (Path(rollout.logs or "") / "agent.log").read_text(errors="replace")[-3000:]
+    plays(proxy, lambda prompt: DONE)
+    rollout = await trial(proxy, command, tmp_path, check=("true",))
     prompt = proxy.rendering.tokenizer.decode(proxy.engine.calls[-1].prompt_ids)
-    (tmp_path / "prompt.txt").write_text(prompt)
-    assert rollout.reward == 1.0, log
-    refused = await events(proxy, rollout, "refused")
-    assert [event["status"] for event in refused] == [400], refused
-    assert "web_search" in refused[0]["message"]
-    assert rollout.forks == {}, log
+    assert offered_tools(prompt)
+    await assert_one_path(proxy, rollout, tmp_path, 1)
