@@ -19,7 +19,7 @@ from typing import Any
 from tests.gpu.posing import pose
 
 Facts = dict[str, Any]
-OURS = ("shm", "gloo", "ipc", "nccl")
+OURS = ("shm", "gloo", "nccl")
 MODULES = (
     "vllm.entrypoints.openai.api_server",
     "vllm.entrypoints.cli.serve",
@@ -33,7 +33,6 @@ MODULES = (
     "vllm.device_allocator.cumem",
     "vllm.model_executor.model_loader.reload.layerwise",
     "vllm.distributed.weight_transfer.factory",
-    "vllm.distributed.weight_transfer.ipc_engine",
     "vllm.distributed.weight_transfer.nccl_engine",
 )
 VARIANTS: dict[str, Facts] = {
@@ -42,7 +41,6 @@ VARIANTS: dict[str, Facts] = {
     "share": {"gpu_memory_share": 0.4},
     "cache": {"kv_cache_gib": 2},
     "adapters": {"lora_rank": 16},
-    "ipc": {"weight_transfer": "ipc"},
     "nccl": {"weight_transfer": "nccl"},
     "gloo": {"weight_transfer": "gloo"},
     "routed experts": {"routed_experts": True},

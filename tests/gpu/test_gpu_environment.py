@@ -124,7 +124,7 @@ def test_every_setting_of_an_engine_is_understood(decided: Mapping[str, Any]) ->
     assert found["cache"]["cache bytes"] == 2 * 2**30
     assert found["adapters"]["adapter type"] == "torch.bfloat16"
     assert found["float32"]["type"] == "torch.float32"
-    assert [found[name]["transfer"] for name in ("ipc", "nccl", "gloo")] == ["ipc", "nccl", "gloo"]
+    assert [found[name]["transfer"] for name in ("nccl", "gloo")] == ["nccl", "gloo"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -151,7 +151,7 @@ def test_float32_is_multiplied_exactly(decided: Mapping[str, Any]) -> None:
     assert found["products"] == "highest"
 
 
-@pytest.mark.parametrize("transport", ["shm", "ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
 @pytest.mark.parametrize("title", [pytest.param(t, marks=MARKS.get(t, ())) for t in TITLES])
 def test_update_leaves_each_tensor_in_its_place_with_what_a_fresh_load_gives(
     updated: Mapping[str, Any], title: str, transport: str

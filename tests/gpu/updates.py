@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tests.gpu.decisions import _answer
-from tests.gpu.posing import UUID, pose
+from tests.gpu.posing import pose
 
 CUDA = torch.device("cuda:0")
 
@@ -159,23 +159,6 @@ def _by_nccl(config: Any, model: Any) -> Iterator[Any]:
     yield update
 
 
-@contextmanager
-def _by_ipc(config: Any, model: Any) -> Iterator[Any]:
-    theirs: Any = import_module("vllm.distributed.weight_transfer.ipc_engine")
-    engine = theirs.IPCWeightTransferEngine(config.weight_transfer_config, config, CUDA, model)
-    rebuild, theirs.rebuild_cuda_tensor = theirs.rebuild_cuda_tensor, lambda *handle: handle[0]
-
-    def update(weights: Any) -> None:
-        handles = [{UUID: (tensor, *[None] * 6)} for _, tensor in weights]
-        described = _described(weights) | {"ipc_handles": handles}
-        engine.start_weight_update()
-        engine.receive_weights(theirs.IPCWeightTransferUpdateInfo(**described))
-        engine.finish_weight_update()
-
-    yield update
-    theirs.rebuild_cuda_tensor = rebuild
-
-
 def _described(weights: Any) -> dict[str, Any]:
     return {
         "names": [name for name, _ in weights],
@@ -184,7 +167,7 @@ def _described(weights: Any) -> dict[str, Any]:
     }
 
 
-TRANSPORTS = {"shm": _by_shm, "ipc": _by_ipc, "nccl": _by_nccl}
+TRANSPORTS = {"shm": _by_shm, "nccl": _by_nccl}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), *sys.argv[2:])

@@ -392,8 +392,9 @@ def _with_judges(
                 )
             share, gpu = judge.gpu_memory_share or ENGINE_SHARE, left[number]
             free = gpu.memory if gpu.free is None else gpu.free
-            left[number] = replace(gpu, free=free - int(share * gpu.memory) - CONTEXT_BYTES)
-            if left[number].usable < 0:
+            rest = free - int(share * gpu.memory) - CONTEXT_BYTES
+            left[number] = replace(gpu, free=rest)
+            if rest < 0:
                 raise ConfigError(
                     f"{key}.engine.gpu_memory_share={share:g}: GPU {number} has {_gib(free)} for "
                     "it; lower it, or use another GPU"

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import Qwen3Config
 
+from proxy.engines.vllm_server import VllmConfig
 from trainer import start
 from trainer.cluster import device_plan, local
 from trainer.cluster.device_plan import DevicePlan, Gpu, fitted, plan_devices
@@ -420,7 +421,7 @@ def test_cache_that_the_rank_keeps_would_end_an_engines_start_without_empty_cach
     model: Path,
 ) -> None:
     gpu = Gpu("made-up", 8 * GIB, 8 * GIB)
-    plan = planned(model, [gpu], engine={"sleep": True, "gpu_memory_share": 0.6})
+    plan = planned(model, [gpu], engine={"sleep": True})
     card, rank = Card(gpu), plan.rank
     assert rank is not None
     card.reserve("rank", device_plan.CONTEXT_BYTES + rank.total)
@@ -483,7 +484,7 @@ def test_adapters_of_a_run_are_in_the_plan(model: Path) -> None:
 
 
 class WithJudge(RanksConfig):
-    judge: EnginesConfig
+    judge: VllmConfig
 
     @property
     def served_judges(self) -> dict[str, Any]:
