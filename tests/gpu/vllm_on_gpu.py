@@ -16,7 +16,7 @@ from trainer.policy.shrink import shrunk
 PUBLISHED = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 128},
-    "minimax_m2": {"rotary_dim": 64},
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """What the published `config.json` has, vLLM reads, and transformers has no default for."""
 TRAINED = tuple(each for each in ARCHITECTURES if not each.refused)
