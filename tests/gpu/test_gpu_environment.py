@@ -27,6 +27,10 @@ MARKS = {
     "MiMo-V2-Flash": pytest.mark.xfail(
         strict=True, reason="vLLM needs settings of the published file that a small copy lacks"
     ),
+    "MiniMax-M2": pytest.mark.xfail(
+        strict=True,
+        reason="vLLM 0.32 cannot reload it: AttributeError, 'functools.partial' has no '__name__'",
+    ),
     "OLMo Hybrid": pytest.mark.xfail(
         strict=True, reason="vLLM 0.32 has other names for the norms of its linear layers"
     ),
