@@ -249,7 +249,7 @@ SPANS = (
             ["optimizer.name=adamw_8bit", "trainer.ranks=2"],
             "optimizer.name=adamw_8bit: not supported with trainer.ranks=2; use adamw",
         ),
-        (["engine.weight_transfer=ipc"], "engine.weight_transfer: ipc was removed, because it"),
+        (["engine.weight_transfer=ipc"], "ipc was removed, because it never worked; use shm"),
         (["remote_agent.placement=kubernetes"], "remote_agent.kubernetes, remote_agent.ray or"),
         (
             [*KUBERNETES],
