@@ -218,7 +218,7 @@ async def test_nan_reward_is_a_failed_trial_with_this_reason(
 ) -> None:
     rollout = await run(proxy, trials, verifier=NAN)
     assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
-    assert "the reward is nan" in (rollout.error or "")
+    assert "nan is not a finite number" in (rollout.error or "")
 
 
 async def test_retry_has_its_own_id_key_directory_and_recording(
