@@ -104,7 +104,7 @@ def work_of_a_day(agent: Agent, workspace: str, part: int) -> list[Step]:
         if number % 2:
             steps.append(Step((agent.hands.read(f"{workspace}/picture.png"),)))
         if number % 4 == 1:
-            steps += _sub_agents(agent.name)
+            steps += _sub_agents(agent.name, f"{part}-{number}")
     return steps
 
 
@@ -125,13 +125,15 @@ def _round(hands: Hands, file: str, number: int) -> list[Step]:
     ]
 
 
-def _sub_agents(name: str) -> list[Step]:
+def _sub_agents(name: str, task: str) -> list[Step]:
     if name == "claude_code":
-        return delegated("Agent", {"description": "a part", "subagent_type": "general-purpose"})
+        return delegated(
+            "Agent", {"description": f"part {task}", "subagent_type": "general-purpose"}, task=task
+        )
     spawn, wait = "multi_agent_v1.spawn_agent", "multi_agent_v1.wait_agent"
     seen = '{seen:"agent_id":"([^"]+)"}'
     return [
-        *delegated(spawn, {}, prompt="message"),
+        *delegated(spawn, {}, prompt="message", task=task),
         Step(((wait, {"targets": [seen], "timeout_ms": 20_000}),)),
     ]
 
@@ -158,7 +160,7 @@ def measure(
     thread: dict[int, int] = {}
     for turn in turns:
         begins = turn.parent is None or (
-            turn.fork_cause is not None and fork_reason(agent, turns, turn, written) is not None
+            turn.fork_cause is not None and fork_reason(agent, turns, turn) is not None
         )
         thread[turn.index] = turn.index if begins else thread[turn.parent]  # type: ignore[index]
     inner = {
@@ -201,7 +203,7 @@ async def main() -> None:
             if turn.fork_cause is not None:
                 found = load_conversation(day.turns, turn.index)
                 last = found.conversation.messages[-2:] if found else []
-                reason = fork_reason(agents()[name], day.turns, turn, day.written)
+                reason = fork_reason(agents()[name], day.turns, turn)
                 print(f"  {turn.index} {turn.fork_cause} {reason} {str(last)[:300]}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 
-from examples.recipes.tiny import CONTROL_WORDS, byte_pairs, qwen_tokenizer
+from examples.recipes.vocabulary import CONTROL_WORDS, byte_pairs, qwen_tokenizer
 from proxy.config import RenderingConfig
 from proxy.conversation import Message
 from proxy.conversation.messages import arguments_object
@@ -73,6 +73,8 @@ class Family:
     after_text: str
     opened: str = ""
     """What the prompt has already of an answer as the template writes it."""
+    tags: bool = False
+    """Whether arguments are written as tags instead of JSON."""
     several_calls: bool = True
     """Whether one answer may have two calls."""
 
@@ -86,11 +88,12 @@ FAMILIES = {
         ),
         Family(
             "qwen3.5", "qwen3_5_think.jinja", CONTROL_WORDS, CONTROL_WORDS[14:], _QWEN_ENDS,
-            "<|im_end|>", "<|im_end|>",
+            "<|im_end|>", "<|im_end|>", tags=True,
         ),
         Family(
             "glm", "glm4moe.jinja", _GLM, _GLM[10:],
             ("<|endoftext|>", "<|user|>", "<|observation|>"), "<|observation|>", "<|user|>",
+            tags=True,
         ),
         Family(
             "gpt-oss", "gptoss.jinja", tuple(_HARMONY), (), ("<|return|>", "<|call|>"), "<|call|>",

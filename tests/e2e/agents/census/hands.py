@@ -15,6 +15,8 @@ EDITS = (
     ("é 😀", '"é"\t123'),
     ("\n\n\n", "\n"),
 )
+UNKNOWN = Step((("no_such_tool", {"a": " b "}),))
+"""A call of a tool that is not offered."""
 BLANKS = "trailing blanks  \n\tand a tab\t\n  "
 
 
@@ -60,7 +62,6 @@ def work(hands: Hands, workspace: str) -> list[Step]:
         Step((hands.read(f"{workspace}/long.txt"),)),
         Step((hands.read(f"{workspace}/picture.png"),)),
         Step((hands.read(f"{workspace}/paper.pdf"),)),
-        Step((("no_such_tool", {"a": " b "}),)),
     ]
 
 
@@ -73,11 +74,14 @@ def later(hands: Hands, workspace: str, part: int) -> list[Step]:
     ]
 
 
-def delegated(tool: str, *each: Mapping[str, Any], prompt: str = "prompt") -> list[Step]:
-    """Two sub-agents one after the other, then two at once; `each` are their other arguments."""
+def delegated(
+    tool: str, *each: Mapping[str, Any], prompt: str = "prompt", task: str = ""
+) -> list[Step]:
+    """A sub-agent, then two or more at once. `each` are their other arguments; `task` tells their
+    prompts from those of others."""
 
     def call(name: str, arguments: Mapping[str, Any]) -> Call:
-        return (tool, {**arguments, prompt: f"{SUB_TASK} {name}: write it down.  é 😀"})
+        return (tool, {**arguments, prompt: f"{SUB_TASK} {name}{task}: write it down.  é 😀"})
 
     one, *others = (*each, *each[-1:])
     both: Sequence[Call] = tuple(call(f"n{at}", each) for at, each in enumerate(others))

@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from proxy.conversation import Conversation, Message, ToolCall
@@ -78,15 +79,20 @@ class Policy:
         plan: Plan,
         shell: Callable[[str], Call],
         *,
+        trials: Path,
         last: Step,
         text_only: bool,
+        one_call: bool,
         dies_at: int | None = None,
     ) -> None:
-        """`shell`: a command → the call that runs it, for sub-agents. `last` ends a part.
-        `text_only`: the agent offers no tools. `dies_at`: the answer in whose middle the
-        engine's connection breaks."""
+        """`trials`: the folder of the trials' directories. `shell`: a command → the call that runs
+        it, for sub-agents. `last` ends a part. `text_only`: the agent offers no tools. `one_call`:
+        an answer has one call at most. `dies_at`: the answer in whose middle the engine's
+        connection breaks."""
+        self._trials = trials
         self._last = last
         self._text_only = text_only
+        self._one_call = one_call or not writer.family.several_calls
         self._dies_at = dies_at
         self._proxy = proxy
         self._writer = writer
@@ -109,7 +115,10 @@ class Policy:
         found = load_conversation(turns, int(index))
         if found is None:
             raise ValueError(f"turn {index} of {session_id} has no conversation")
-        role, answer = self._answer(found.conversation, f"{session.metadata[FOLDER]}/work")
+        if role_of(found.conversation) == "main":  # the last step's calls have run
+            self._check_files(self._trials / session_id / "work")
+        seen = f"{session.metadata[FOLDER]}/work"
+        role, answer = self._answer(found.conversation, seen)
         self.written.append(Written(session_id, int(index), role, answer))
         ids = self._writer.ids(answer, found.conversation.tools)
         self._answers[tuple(prompt_ids)] = ids
@@ -125,16 +134,15 @@ class Policy:
         return None
 
     def _answer(self, conversation: Conversation, workspace: str) -> tuple[str, Message]:
-        tools, last = conversation.tools, conversation.messages[-1]
-        asked = [message.text for message in conversation.messages if message.role != "tool"]
-        if last.role == "user" and _ASKS_SUMMARY.search(last.text) and not _ASKED.search(last.text):
-            return "summary", Message("assistant", SUMMARY, "I sum up.")
-        found = next((m for m in map(_ASKED.search, reversed(asked)) if m), None)
-        if found is None or not (tools or self._text_only):
+        role = role_of(conversation)
+        if role == "summary":
+            return role, Message("assistant", SUMMARY, "I sum up.")
+        if role == "sub-agent":
+            return role, self._sub_agent(conversation)
+        part = _part(conversation)
+        if part is None or not (conversation.tools or self._text_only):
             return "side", Message("assistant", REPORT, "Nothing to do.")
-        if found["part"] is None:
-            return "sub-agent", self._sub_agent(conversation)
-        return "main", self._main(conversation, workspace, int(found["part"]))
+        return role, self._main(conversation, workspace, part)
 
     def _sub_agent(self, conversation: Conversation) -> Message:
         if conversation.messages[-1].role == "tool" or not conversation.tools:
@@ -143,7 +151,6 @@ class Policy:
         return _message(Step((call,)), "I do my part.")
 
     def _main(self, conversation: Conversation, workspace: str, part: int) -> Message:
-        self._check_files(workspace)
         if part not in self._steps:
             self._steps[part] = self._one_by_one(self._plan(conversation.tools, workspace, part))
         step = next(self._steps[part], self._last)
@@ -152,20 +159,20 @@ class Policy:
         return _message(_filled(step, results), "What is next?")
 
     def _one_by_one(self, steps: Sequence[Step]) -> Iterator[Step]:
-        """The steps, with one call each if an answer of the family has only one."""
+        """The steps, with one call each if an answer has only one."""
         for step in steps:
-            if self._writer.family.several_calls or len(step.calls) < 2:
+            if not self._one_call or len(step.calls) < 2:
                 yield step
                 continue
             for call in step.calls[:-1]:
                 yield Step((call,))
             yield Step(step.calls[-1:], files=step.files)
 
-    def _check_files(self, workspace: str) -> None:
-        for name, text in self._expected.items():
+    def _check_files(self, workspace: Path) -> None:
+        expected, self._expected = self._expected, {}
+        for name, text in expected.items():
             try:
-                with open(f"{workspace}/{name}", newline="", encoding="utf-8") as file:
-                    found = file.read()
+                found = (workspace / name).read_bytes().decode()
             except OSError as error:
                 found = str(error)
             if found != text:
@@ -174,6 +181,28 @@ class Policy:
     def counts(self) -> Counter[str]:
         """Number of calls that the policy made of each tool."""
         return Counter(call.name for each in self.written for call in each.answer.tool_calls)
+
+
+def role_of(conversation: Conversation) -> str:
+    """Who asks: the `main` agent or something `side` of it, a `sub-agent`, or the agent's client,
+    for a `summary`."""
+    last = conversation.messages[-1]
+    if last.role == "user" and _ASKS_SUMMARY.search(last.text) and not _ASKED.search(last.text):
+        return "summary"
+    asked = _last_prompt(conversation)
+    if asked is None:
+        return "side"
+    return "main" if asked["part"] else "sub-agent"
+
+
+def _part(conversation: Conversation) -> int | None:
+    asked = _last_prompt(conversation)
+    return int(asked["part"]) if asked and asked["part"] else None
+
+
+def _last_prompt(conversation: Conversation) -> re.Match[str] | None:
+    texts = (m.text for m in reversed(conversation.messages) if m.role != "tool")
+    return next((found for found in map(_ASKED.search, texts) if found), None)
 
 
 def _filled(step: Step, results: Sequence[str]) -> Step:

@@ -23,7 +23,7 @@ from proxy.conversation.recorded import load_conversation
 from proxy.records import SessionKind, Turn, TurnStatus
 from tests.e2e.agents.census.agents import Agent
 from tests.e2e.agents.census.families import Writer
-from tests.e2e.agents.census.policy import SUMMARY, Plan, Policy, Written
+from tests.e2e.agents.census.policy import SUMMARY, Plan, Policy, Written, role_of
 from tests.proxy.conftest import RunningProxy
 
 
@@ -82,8 +82,10 @@ async def run_agent(
         writer,
         plan or agent.plan,
         agent.hands.shell,
+        trials=folder / "trials",
         last=agent.last,
         text_only=agent.text_only,
+        one_call=agent.one_call,
         dies_at=dies_at,
     )
     proxy.engine.script = policy
@@ -176,7 +178,7 @@ def _row(
     designed: Counter[str] = Counter()
     for turn in turns:
         if turn.fork_cause is not None:
-            reason = fork_reason(agent, turns, turn, policy.written)
+            reason = fork_reason(agent, turns, turn)
             designed.update([reason] if reason else [])
             needless += [] if reason else [_fork(turns, turn)]
     failed = [] if rollout.status == "done" else [f"{rollout.status}: {rollout.error}"]
@@ -196,7 +198,7 @@ def _row(
         needless=needless,
         designed=dict(designed),
         refused=refused,
-        changed=[*_changed(turns, policy.written), *policy.wrong_files],
+        changed=[*_changed(turns, policy.written, tags=writer.family.tags), *policy.wrong_files],
         failed=failed,
     )
 
@@ -212,7 +214,7 @@ def _codes(rollout: Rollout) -> list[str]:
     return [line.split()[-1] for line in log.splitlines() if line.startswith("census: ended ")]
 
 
-def _changed(turns: Sequence[Turn], written: Sequence[Written]) -> list[str]:
+def _changed(turns: Sequence[Turn], written: Sequence[Written], *, tags: bool) -> list[str]:
     """The calls that the agent did not get as they were written."""
     out = []
     for each in written:
@@ -221,14 +223,26 @@ def _changed(turns: Sequence[Turn], written: Sequence[Written]) -> list[str]:
             continue
         got = [(c.name, parsed_arguments(c.arguments)) for c in load_answer(turn.answer).tool_calls]
         sent = [(c.name, json.loads(c.arguments)) for c in each.answer.tool_calls]
-        if got != sent:
+        names = [name for name, _ in got] == [name for name, _ in sent]
+        if not names or not _same([a for _, a in got], [a for _, a in sent], tags=tags):
             out.append(f"turn {each.turn}: {got!r} instead of {sent!r}")
     return out
 
 
-def fork_reason(
-    agent: Agent, turns: Sequence[Turn], turn: Turn, written: Sequence[Written]
-) -> str | None:
+def _same(got: Any, sent: Any, *, tags: bool) -> bool:
+    """Tags have no quotes: a number that was written as a string is the number there."""
+    if isinstance(got, dict) and isinstance(sent, dict):
+        return got.keys() == sent.keys() and all(_same(got[n], sent[n], tags=tags) for n in sent)
+    number = isinstance(got, int | float) and not isinstance(got, bool)
+    if tags and number and isinstance(sent, str):
+        return json.dumps(got) == sent
+    if isinstance(got, list) and isinstance(sent, list):
+        pairs = zip(got, sent, strict=False)
+        return len(got) == len(sent) and all(_same(g, s, tags=tags) for g, s in pairs)
+    return type(got) is type(sent) and bool(got == sent)
+
+
+def fork_reason(agent: Agent, turns: Sequence[Turn], turn: Turn) -> str | None:
     """Why a fork is none of ours; None if it is needless."""
     found = load_conversation(turns, turn.index)
     if found is None:
@@ -236,8 +250,9 @@ def fork_reason(
     texts = [message.text for message in found.conversation.messages]
     if any(SUMMARY.splitlines()[1] in text for text in texts):
         return "compaction"
-    if any(each.turn == turn.index and each.role == "sub-agent" for each in written):
-        return "sub-agent"
+    role = role_of(found.conversation)
+    if role in ("sub-agent", "summary"):
+        return "compaction" if role == "summary" else role
     return next((d.name for d in agent.designs if d.matches(turn, found.conversation)), None)
 
 

@@ -1,0 +1,46 @@
+"""Every tool of every agent, in each family's format: no needless fork, no refused request, no
+changed argument. `make agents-census` has the same as a table, for all families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.agents.census.agents import agents
+from tests.e2e.agents.census.families import CONTEXT_TOKENS, FAMILIES, Writer, write_family
+from tests.e2e.agents.census.run import run_agent
+from tests.e2e.agents.test_agents import pytestmark
+from tests.proxy.conftest import starting_proxies
+
+__all__ = ["pytestmark"]
+
+IN_CI = ("codex", "pi")
+LONG = (
+    *("claude_code", "codex_default", "opencode", "opencode_responses", "opencode_messages"),
+    "qwen_code",
+)
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Writer, Path]:
+    """Qwen3.5, whose calls are tags, with a small vocabulary."""
+    family = FAMILIES["qwen3.5"]
+    folder = write_family(family, tmp_path_factory.mktemp("qwen3.5"), None)
+    return Writer(family, folder), folder
+
+
+@pytest.mark.parametrize(
+    "name", [*IN_CI, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+)
+async def test_every_tool_is_driven_without_fork_refusal_or_changed_argument(
+    name: str, writer: tuple[Writer, Path], tmp_path: Path
+) -> None:
+    family, folder = writer
+    async with starting_proxies(folder, family.rendering, tmp_path) as start:
+        proxy = await start(max_context_tokens=CONTEXT_TOKENS)
+        row, *_ = await run_agent(agents()[name], proxy, family, tmp_path, timeout_s=300)
+    assert row.faults() == []
+    ends = {call for call, _ in agents()[name].last.calls}
+    assert set(row.offered) - set(row.driven) <= ends
+    assert row.turns > len(row.offered)
