@@ -439,7 +439,7 @@ bench-published-weights: setup ## sizes and times of weights for relay workers, 
 bench-start: setup ## seconds from agentic-train to the first sampled token: ARGS="--against DIR"
 	$(BIN)/python -m benchmarks.start $(ARGS)
 
-bench-gpu: reference ## what only GPUs can show, unattended; without one: ARGS=--rehearse
+bench-gpu: reference ## what only GPUs can show, unattended, in 8 minutes; more: ARGS=--all; without a GPU: ARGS=--rehearse
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-step: setup ## what a training step of the quickstart costs, by part: ARGS="--against DIR"

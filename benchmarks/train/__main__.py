@@ -4,7 +4,8 @@ Each contestant is a separate process, so that its peak memory can be measured. 
 steps in turn, so that other work on the machine affects all of them. Peak memory is what the steps
 need in addition to model and libraries: gradients, moments and activations. Tokens are the input
 tokens of all sequences (those that a dense step computes), so shared prefixes show as a higher
-rate. CPU seconds show the cost of a step independently of other work on the machine.
+rate. CPU seconds show the cost of a step independently of other work on the machine. A contestant
+that runs out of memory or ends is a row that says so; the others go on, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.endings import reason
 from benchmarks.train import contestants
 from benchmarks.train.workloads import WORKLOADS, make_groups
 from trainer.batch import build_batch
@@ -41,7 +45,7 @@ MODELS = {
 CONTESTANTS = ("tree", "packed", "trl")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
@@ -53,7 +57,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one:
         _serve_steps(*arguments.one, arguments)
-        return
+        return 0
+    failed = False
     with tempfile.TemporaryDirectory() as folder:
         _save_model(arguments.model, Path(folder))
         columns = ("workload", "contestant", "step s", "CPU s", "tokens/s", "over TRL")
@@ -62,36 +67,78 @@ def main() -> None:
         print("|---" * len(columns) + "|")
         for workload in arguments.workloads:
             results = _side_by_side(workload, folder, arguments)
+            trl = results.get("trl")
             for name, result in results.items():
-                print(_row(workload, name, result, results.get("trl")), flush=True)
+                if isinstance(result, str):
+                    empty = " | ".join([""] * (len(columns) - 3))
+                    print(f"| {workload} | {name} | failed: {result} | {empty} |", flush=True)
+                    failed = True
+                else:
+                    compared = None if isinstance(trl, str) else trl
+                    print(_row(workload, name, result, compared), flush=True)
+    return int(failed)
 
 
 def _side_by_side(
     workload: str, folder: str, arguments: argparse.Namespace
-) -> dict[str, dict[str, float]]:
-    processes = {name: _start(name, workload, folder) for name in arguments.contestants}
-    steps: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
-    for _ in range(1 + arguments.steps):
+) -> dict[str, dict[str, float] | str]:
+    """For each contestant its figures, or why it has none."""
+    with ExitStack() as open_files:
+        errors = {
+            name: open_files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
+            for name in arguments.contestants
+        }
+        processes = {name: _start(name, workload, folder, errors[name]) for name in errors}
+        steps: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
+        ended: dict[str, str] = {}
+        for _ in range(1 + arguments.steps):
+            for name, process in processes.items():
+                if name not in ended and (line := _step(process)):
+                    steps[name].append(json.loads(line))
+                elif name not in ended:
+                    process.communicate()
+                    ended[name] = reason(process.returncode, _shown(errors[name]))
         for name, process in processes.items():
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write("step\n")
-            process.stdin.flush()
-            steps[name].append(json.loads(process.stdout.readline()))
-    for process in processes.values():
-        process.communicate()
-    return {
-        name: timed[-1]
-        | {key: statistics.median(t[key] for t in timed[1:]) for key in ("wall", "cpu")}
-        for name, timed in steps.items()
+            if name not in ended:
+                process.communicate()
+                _shown(errors[name])
+    timed = {name: each for name, each in steps.items() if name not in ended}
+    figures = {
+        name: each[-1]
+        | {key: statistics.median(t[key] for t in each[1:]) for key in ("wall", "cpu")}
+        for name, each in timed.items()
     }
+    return {name: ended.get(name) or figures[name] for name in processes}
 
 
-def _start(name: str, workload: str, folder: str) -> subprocess.Popen[str]:
+def _step(process: subprocess.Popen[str]) -> str:
+    """What the contestant prints of its next step; empty if it has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write("step\n")
+        process.stdin.flush()
+    return process.stdout.readline()
+
+
+def _shown(errors: IO[str]) -> str:
+    """What the contestant printed on standard error, which is shown here, too."""
+    errors.seek(0)
+    text = errors.read()
+    sys.stderr.write(text)
+    return text
+
+
+def _start(name: str, workload: str, folder: str, errors: IO[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.train", *sys.argv[1:]]
     command += ["--one", name, workload, folder]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        encoding="utf-8",
     )
 
 
@@ -165,4 +212,4 @@ def _synchronize(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pytest
 import yaml
 
-from benchmarks.gpu.__main__ import RECIPE, Part, parts
+from benchmarks.gpu.parts import RECIPE, Part, further
 from examples.recipes.make_tasks import FAULTS, Fault, write_task
 from examples.recipes.published import qwen3_5_4b, qwen3_8b
 from proxy.engines import vllm_platform
@@ -166,7 +166,7 @@ def test_tiny_layer_leaves_agent_tasks_and_algorithm_as_they_are(
 
 
 @pytest.mark.parametrize(
-    "part", [part for part in parts(8) if RECIPE in part.program], ids=lambda part: part.name
+    "part", [part for part in further(8) if RECIPE in part.program], ids=lambda part: part.name
 )
 def test_part_of_the_gpu_benchmark_is_a_recipe(part: Part, published: Path, here: Path) -> None:
     """The words are those of `train.sh`: files by name, then keys."""
