@@ -129,7 +129,7 @@ GPU = EnginePlatform(
 
 SUPPORTED = "0.32"
 """The minor version of vLLM whose modules and flags are used. 0.33 has another `WeightSource`, and
-has moved what our plug-in and our early start import (`make conformance`)."""
+has moved what a server's parts with workers alone import (docs/notes/conformance.md)."""
 
 
 def installed() -> EnginePlatform:

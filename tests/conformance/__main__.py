@@ -20,7 +20,8 @@ HEAD = """# What newer versions of other packages will break
 `make conformance` writes this page. It reads the Python files of the official wheels, without
 installing them, and compares names, signatures, base classes and what stands in for them, flags,
 routes and environment variables with what our code uses. Code that is compiled, or makes its names
-as it runs, cannot be compared.
+as it runs, cannot be compared. `tests/test_conformance.py` refuses a pinned version that lacks
+something; a newer vLLM than the pinned minor version is refused by name at start.
 
 | package | pinned | newest |
 |---|---|---|
@@ -40,10 +41,10 @@ def main() -> int:
     rows = [f"| {p} | {_version(installed[p])} | {_version(newest[p])} |" for p in PACKAGES]
     text = HEAD + "\n".join(rows) + "\n"
     for name, outcome in outcomes.items():
-        text += f"\n## The {name} versions\n\n{_summary(name, outcome)}\n\n"
-        text += "".join(f"- `{_without_line(fault)}`\n" for fault in outcome.faults)
+        text += f"\n## The {name} versions\n\n{_summary(name, outcome)}\n"
+        text += "\n" * bool(outcome.faults) + _bullets(outcome.faults)
     text += "\n## Defaults that change\n\nOf arguments that our calls leave out.\n\n"
-    text += "".join(f"- `{_without_line(each)}`\n" for each in defaults)
+    text += _bullets(defaults) or "None.\n"
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(text.rstrip() + "\n", encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
@@ -57,12 +58,16 @@ def _summary(name: str, outcome: Outcome) -> str:
     )
 
 
+def _bullets(faults: list[str]) -> str:
+    """A list without line numbers, which change with every commit."""
+    return "".join(sorted({f"- `{_without_line(fault)}`\n" for fault in faults}))
+
+
 def _version(folder: Path) -> str:
     return folder.name.rpartition("-")[2]
 
 
 def _without_line(fault: str) -> str:
-    """Line numbers change with every commit."""
     where, _, rest = fault.partition(": ")
     return f"{where.partition(':')[0]}: {rest}"
 

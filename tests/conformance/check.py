@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.conformance.library import UNKNOWN, Definition, Library, Module, class_names
@@ -12,6 +15,8 @@ from tests.conformance.uses import Stand, Use, Uses
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FIELDS = ("dataclass", "config", "define", "frozen", "attr.s", "attrs")
 """Decorators of classes whose fields are their arguments."""
+_FEW = 4
+"""A name that stands in this many other modules says nothing about where the missing one went."""
 
 
 @dataclass
@@ -32,12 +37,25 @@ class Signature:
     defaults: tuple[tuple[str, str], ...]
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Syntax trees are millions of objects without cycles; looking for cycles among them would take
+    most of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_without_garbage_collection()
 def check(uses: Uses, library: Library) -> Outcome:
     outcome = Outcome()
     for use in uses.names:
         _name(use, library, outcome)
+    modules = {module for use in uses.names if (module := library.module_of(use.name))}
     for stand in uses.stands:
-        _stand(stand, library, outcome)
+        _stand(stand, library, modules, outcome)
     for kind, used, offered in (
         ("flag", uses.flags, flags(library)),
         ("route", uses.routes, strings(library, "vllm.entrypoints")),
@@ -57,7 +75,9 @@ def _name(use: Use, library: Library, outcome: Outcome) -> None:
     if found == UNKNOWN:
         outcome.unknown += 1
     elif found is None:
-        outcome.faults.append(f"{use.where}: there is no {use.name}")
+        places = library.elsewhere(use.name)
+        hint = f", but {' and '.join(places)}" if 0 < len(places) < _FEW else ""
+        outcome.faults.append(f"{use.where}: there is no {use.name}{hint}")
     elif use.call is not None and isinstance(found, Definition):
         signatures = list(signatures_of(found, library, is_bound=_is_bound(use, found, library)))
         wrong = [_refused(use.call, signature) for signature in signatures]
@@ -112,21 +132,35 @@ def _constructor(found: Definition, library: Library) -> Iterator[Signature]:
 
 
 def _of_fields(order: list[Definition], library: Library) -> Signature:
-    names: dict[str, str | None] = {}
+    names: dict[str, ast.expr | None] = {}
     for each in reversed(order):
         assert isinstance(each.node, ast.ClassDef)
         for statement in each.node.body:
             match statement:
-                case ast.AnnAssign(target=ast.Name(id=name)):
-                    annotation = ast.unparse(statement.annotation)
-                    value = None if statement.value is None else ast.unparse(statement.value)
-                    if "ClassVar" not in annotation and "init=False" not in (value or ""):
+                case ast.AnnAssign(target=ast.Name(id=name), value=value):
+                    of_class = "ClassVar" in ast.unparse(statement.annotation)
+                    if not of_class and not _says(value, "init=False"):
                         names[name] = value
-    required = {n for n, v in names.items() if v is None or ("field(" in v and "default" not in v)}
-    defaults = tuple((n, v) for n, v in names.items() if v is not None)
-    every = frozenset(names)
-    named = tuple(n for n, v in names.items() if "kw_only=True" not in (v or ""))
-    return Signature(named, frozenset(required), every, False, False, defaults)
+    defaults = {n: text for n, value in names.items() if (text := _default_of(value)) is not None}
+    named = tuple(n for n, value in names.items() if not _says(value, "kw_only=True"))
+    required = frozenset(names) - defaults.keys()
+    return Signature(named, required, frozenset(names), False, False, tuple(defaults.items()))
+
+
+def _says(field_value: ast.expr | None, text: str) -> bool:
+    return field_value is not None and text in ast.unparse(field_value)
+
+
+def _default_of(field_value: ast.expr | None) -> str | None:
+    """The default of a dataclass's field, also of one that says more, like `field(default=1)`."""
+    if isinstance(field_value, ast.Call):
+        given = {each.arg: ast.unparse(each.value) for each in field_value.keywords}
+        for each in ("default", "default_factory"):
+            if each in given:
+                return given[each]
+        if ast.unparse(field_value.func).endswith("field"):
+            return None
+    return None if field_value is None else ast.unparse(field_value)
 
 
 def signature(node: Function, skip: int) -> Signature:
@@ -166,7 +200,8 @@ def _refused(call: ast.Call, to: Signature) -> str | None:
     return None
 
 
-def _stand(stand: Stand, library: Library, outcome: Outcome) -> None:
+def _stand(stand: Stand, library: Library, modules: set[str], outcome: Outcome) -> None:
+    """modules: those of theirs that our code imports, and to which our class may be given."""
     outcome.checked += 1
     found = library.find(stand.base)
     if found == UNKNOWN or (
@@ -181,13 +216,31 @@ def _stand(stand: Stand, library: Library, outcome: Outcome) -> None:
     own = Definition(stand.node.name, "", (stand.node,))
     ours = _members([own])
     given = class_names(own).defined
+    asked = set() if stand.is_subclass else _asked_of(stand.base, library, modules)
     for name, node in theirs.items():
-        if name not in given and "abstractmethod" in _decorators(node):
+        if name not in given and (name in asked or "abstractmethod" in _decorators(node)):
             outcome.faults.append(f"{stand.where}: {stand.node.name} lacks {stand.base}.{name}")
         elif name in ours and name != "__init__":
             wrong = _overridden(node, ours[name])
             if wrong:
                 outcome.faults.append(f"{stand.where}: {stand.node.name}.{name} {wrong}")
+
+
+def _asked_of(base: str, library: Library, modules: set[str]) -> set[str]:
+    """What modules read of arguments whose annotation names a class. A class that only stands in
+    for it inherits nothing, so that it needs these even if they are not abstract."""
+    name = re.compile(rf"\b{base.rpartition('.')[2]}\b")
+    return {
+        node.attr
+        for module in modules
+        if base.startswith(f"{module.partition('.')[0]}.")
+        for function in ast.walk(library.tree(module))
+        if isinstance(function, Function)
+        for given in (*function.args.args, *function.args.kwonlyargs)
+        if given.annotation is not None and name.search(ast.unparse(given.annotation))
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == given.arg
+    }
 
 
 def _members(order: list[Definition]) -> dict[str, Function]:
@@ -219,7 +272,8 @@ def _overridden(theirs: Function, ours: Function) -> str | None:
     only_named = base.keywords - set(base.positional)
     if not own.takes_any_keyword and (lacks := only_named - own.keywords):
         return f"has no argument {', '.join(sorted(lacks))}"
-    if more := own.required - base.keywords - set(own.positional[: len(base.positional)]):
+    given = own.positional if base.takes_more else own.positional[: len(base.positional)]
+    if more := own.required - base.keywords - set(given):
         return f"needs the argument {', '.join(sorted(more))}"
     return None
 

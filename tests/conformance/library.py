@@ -8,10 +8,11 @@ that makes its names as it is imported) is `UNKNOWN`, never an error.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -116,6 +117,34 @@ class Library:
                 if file is not None:
                     with suppress(SyntaxError):  # written for a newer Python than this one
                         yield module, ast.parse(file.read_text("utf-8"))
+
+    def tree(self, module: str) -> ast.Module:
+        """The source of a module, parsed; empty if it cannot be read."""
+        file = self.module_file(module)
+        with suppress(SyntaxError):  # written for a newer Python than this one
+            return ast.parse(file.read_text("utf-8") if file is not None else "")
+        return ast.Module([], [])
+
+    def module_of(self, dotted: str) -> str | None:
+        """The module in a dotted name, if there is one."""
+        parts = dotted.split(".")
+        starts = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        return next((each for each in starts if self.is_module(each)), None)
+
+    def elsewhere(self, dotted: str) -> list[str]:
+        """Where the last part of a name is defined in other modules of its package."""
+        root, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
+        defines = re.compile(rf"^(async def|def|class) {re.escape(last)}\b|^{last} *[:=]", re.M)
+        modules = {
+            name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            for name in self._files
+            if name.startswith(f"{root}/") and name.endswith(".py")
+        }
+        texts = {
+            each: file.read_text("utf-8") for each in modules if (file := self.module_file(each))
+        }
+        found = {f"{each}.{last}" for each, text in texts.items() if defines.search(text)}
+        return sorted(found | {each for each in modules if each.endswith(f".{last}")})
 
     def names(self, module: str) -> Names:
         if module not in self._names:
@@ -234,6 +263,7 @@ class Library:
         return UNKNOWN if above is None or hasattr(object, name) else None
 
 
+@cache
 def class_names(owner: Definition) -> Names:
     """Names of the body, and the attributes that methods assign to `self`."""
     assert isinstance(owner.node, ast.ClassDef)

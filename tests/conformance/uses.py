@@ -2,8 +2,8 @@
 
 Names (`from vllm.x import y`, `torch.distributed.barrier`), attributes of arguments whose type is
 annotated and of results of constructors, calls with their arguments, base classes and the methods
-that override theirs, classes that say in `CONFORMS_TO` what they stand for, and the flags, routes
-and environment variables of vLLM.
+that override theirs, classes that say in `CONFORMS_TO` what they stand for, modules that are
+imported by a name in a string, and the flags, routes and environment variables of vLLM.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ SERVERS_OF_OTHERS = {"sglang.py", "scripted.py", "frames.py"}
 _VARIABLE = re.compile(r"\bVLLM_[A-Z][A-Z0-9_]*[A-Z0-9]\b")
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _ROUTE = re.compile(r"/[a-z][a-z0-9_/]*[a-z0-9]")
+_OF_FILES = re.compile(r"open|Path|(os|pathlib|shutil)\..+")
+"""What Python opens, names or copies files by: a string given to it is no route."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,11 @@ class Uses:
 
 def collect(roots: Iterable[str]) -> Uses:
     uses = Uses()
-    for folder in FOLDERS:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            read(file.read_text("utf-8"), str(file.relative_to(ROOT)), frozenset(roots), uses)
+    files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text("utf-8")) for file in files}
+    declared = frozenset(flag for tree in trees.values() for flag in declared_flags(tree))
+    for where, tree in trees.items():
+        read(tree, where, frozenset(roots), uses, declared)
     for name in MANIFESTS:
         path = ROOT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*.yaml")):
@@ -68,20 +72,82 @@ def collect(roots: Iterable[str]) -> Uses:
     return uses
 
 
-def read(source: str, where: str, roots: frozenset[str], uses: Uses) -> None:
-    tree = ast.parse(source)
-    _Reader(where, roots, uses).body(tree.body, {})
-    _strings(tree, where, uses)
+def read(
+    tree: ast.Module,
+    where: str,
+    roots: frozenset[str],
+    uses: Uses,
+    declared: frozenset[str] = frozenset(),
+) -> None:
+    """Adds what one file uses. declared: the flags of all our own command lines."""
+    _Reader(where, roots, uses, _Imports(tree)).body(tree.body, {})
+    _strings(tree, where, uses, declared)
+
+
+def declared_flags(tree: ast.Module) -> set[str]:
+    """The flags of the parsers that a file makes."""
+    return {
+        str(getattr(each, "value", ""))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
+        for each in node.args
+    }
+
+
+class _Imports:
+    """The modules that a file imports by strings: `import_module("a.b")`, `import_module(NAME)`,
+    and `mine("b")` where `def mine(module): return import_module(f"a.{module}")`."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._constants: dict[str, str] = {}
+        self._helpers: dict[str, str] = {}
+        for statement in tree.body:
+            match statement:
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(text)))
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=str(text)))
+                ):
+                    self._constants[name] = text
+                case ast.FunctionDef(name=name, args=ast.arguments(args=[ast.arg(arg=given)])):
+                    for node in ast.walk(statement):
+                        match node:
+                            case ast.Call(
+                                args=[
+                                    ast.JoinedStr(
+                                        values=[
+                                            ast.Constant(value=str(start)),
+                                            ast.FormattedValue(value=ast.Name(id=part)),
+                                        ]
+                                    )
+                                ]
+                            ) if part == given and _is_import(node):
+                                self._helpers[name] = start
+
+    def module(self, call: ast.Call) -> str | None:
+        match call:
+            case ast.Call(args=[ast.Constant(value=str(text)), *_]) if _is_import(call):
+                return text
+            case ast.Call(args=[ast.Name(id=name), *_]) if _is_import(call):
+                return self._constants.get(name)
+            case ast.Call(func=ast.Name(id=helper), args=[ast.Constant(value=str(text))]):
+                return f"{self._helpers[helper]}{text}" if helper in self._helpers else None
+        return None
+
+
+def _is_import(call: ast.Call) -> bool:
+    name = ast.unparse(call.func).rpartition(".")[2]
+    return name in ("import_module", "run_module", "__import__")
 
 
 class _Reader:
     """Walks scopes. A binding maps a local name to what it stands for: `vllm.x.Y`, or `Y()` for an
     instance of it."""
 
-    def __init__(self, where: str, roots: frozenset[str], uses: Uses) -> None:
+    def __init__(self, where: str, roots: frozenset[str], uses: Uses, imports: _Imports) -> None:
         self._where = where
         self._roots = roots
         self._uses = uses
+        self._imports = imports
 
     def body(self, statements: list[ast.stmt], outer: dict[str, str]) -> None:
         known = dict(outer)
@@ -114,8 +180,7 @@ class _Reader:
             typed = self._dotted(argument.annotation, known) if argument.annotation else None
             if typed is not None and argument.arg not in narrowed:
                 inner[argument.arg] = f"{typed}()"
-        statements = [ast.Expr(node.body)] if isinstance(node, ast.Lambda) else node.body
-        self.body(statements, inner)
+        self.body([ast.Expr(node.body)] if isinstance(node, ast.Lambda) else node.body, inner)
 
     def _class(self, node: ast.ClassDef, known: dict[str, str]) -> None:
         bases = [base for each in node.bases if (base := self._dotted(each, known))]
@@ -142,6 +207,13 @@ class _Reader:
                     for alias in node.names:
                         known[alias.asname or alias.name] = f"{module}.{alias.name}"
                         self._add(node, f"{module}.{alias.name}")
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() | ast.Attribute() as value)
+                | ast.AnnAssign(
+                    target=ast.Name(id=name), value=ast.Call() | ast.Attribute() as value
+                )
+            ) if self._is_of_import(value):
+                known[name] = self._dotted(value, known) or ""
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
                 made = self._dotted(call.func, known)
                 if made is not None and "()" not in made and made.rpartition(".")[2][:1].isupper():
@@ -150,6 +222,8 @@ class _Reader:
     def _use(self, node: ast.AST, known: dict[str, str]) -> None:
         match node:
             case ast.Call():
+                if module := self._imported(node):
+                    self._add(node, module)
                 name = self._dotted(node.func, known)
                 if name is not None and not name.endswith("()"):
                     self._add(node, name, node)
@@ -165,7 +239,19 @@ class _Reader:
             case ast.Attribute(value=value, attr=attribute):
                 owner = self._dotted(value, known)
                 return None if owner is None else f"{owner}.{attribute}"
+            case ast.Call():
+                return self._imported(node)
         return None
+
+    def _imported(self, call: ast.Call) -> str | None:
+        module = self._imports.module(call) or ""
+        return module if module.partition(".")[0] in self._roots else None
+
+    def _is_of_import(self, node: ast.expr) -> bool:
+        """`import_module("a")` or a name below it."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Call) and self._imported(node) is not None
 
     def _add(self, node: ast.stmt | ast.expr, name: str, call: ast.Call | None = None) -> None:
         self._uses.names.append(Use(self._at(node), name.replace("()", ""), call, "()" in name))
@@ -193,9 +279,10 @@ def _this_scope(statements: list[ast.stmt]) -> Iterator[ast.AST]:
                 waiting += reversed(list(ast.iter_child_nodes(node)))
 
 
-def _strings(tree: ast.Module, where: str, uses: Uses) -> None:
+def _strings(tree: ast.Module, where: str, uses: Uses, declared: frozenset[str]) -> None:
     file = Path(where)
-    of_vllm = file.match("proxy/engines/vllm*.py") or any(
+    starts_vllm = file.match("proxy/engines/vllm*.py")
+    of_vllm = starts_vllm or any(
         isinstance(node, ast.ImportFrom)
         and node.module == "proxy.engines.vllm_server"
         and any(alias.name == "VllmConfig" for alias in node.names)
@@ -206,11 +293,10 @@ def _strings(tree: ast.Module, where: str, uses: Uses) -> None:
         or file.match("proxy/relay/engine_weights.py")
         or file.match("trainer/weight_sync/control.py")
     )
-    own_flags: set[str] = set()
-    paths: set[int] = set()
+    # What starts vLLM gives it flags that our command lines have as well, like --port.
+    own_flags = declared_flags(tree) | (set() if starts_vllm else declared)
+    paths = _file_names(tree) if speaks_to_vllm else set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            own_flags |= {str(getattr(each, "value", "")) for each in node.args}
         if isinstance(node, ast.JoinedStr):  # a part of another text, like /proc/{pid}/task
             paths |= {id(each) for each in node.values[1:] if _begins_with_path(node)}
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -221,6 +307,25 @@ def _strings(tree: ast.Module, where: str, uses: Uses) -> None:
                 uses.flags.setdefault(flag, where)
             if speaks_to_vllm and _ROUTE.fullmatch(route) and id(node) not in paths:
                 uses.routes.setdefault(route, where)
+
+
+def _file_names(tree: ast.Module) -> set[int]:
+    """The strings by which files are opened, and those of the names that stand for them."""
+    given = [
+        argument
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _OF_FILES.fullmatch(ast.unparse(node.func))
+        for argument in (*node.args, *(each.value for each in node.keywords))
+    ]
+    names = {each.id for each in given if isinstance(each, ast.Name)}
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() as value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant() as value)
+            ):
+                given += [value] if name in names else []
+    return {id(each) for each in given}
 
 
 def _begins_with_path(text: ast.JoinedStr) -> bool:

@@ -22,10 +22,12 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("vllm", "torch", "transformers", "ray", "peft", "trl", "verl", "skyrl", "harbor")
-PACKAGES += ("verifiers", "openenv", "renderers")
+PACKAGES: tuple[str, ...] = ("vllm", "torch", "transformers", "ray", "peft", "trl", "verl", "skyrl")
+PACKAGES += ("harbor", "verifiers", "openenv", "renderers")
 PLATFORM = ("--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.12")
 """Python 3.12, because Harbor needs it."""
+RESOLVE_S = 120
+"""An index that does not answer ends the run with an error."""
 CONTENTS = "CONTENTS.txt"
 """The names of all files of the wheel; written last, so that it marks a complete folder."""
 GAP_BYTES = 1 << 18
@@ -61,7 +63,12 @@ def _wheels(wanted: list[str]) -> list[tuple[str, str, str]]:
     command = [sys.executable, "-m", "uv", "pip", "compile", "-q", "--no-deps", *PLATFORM]
     command += ["--no-config", "--format", "pylock.toml", "-"]
     resolved = subprocess.run(
-        command, input="\n".join(wanted), capture_output=True, text=True, encoding="utf-8"
+        command,
+        input="\n".join(wanted),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=RESOLVE_S,
     )
     if resolved.returncode:
         raise RuntimeError(f"uv: {resolved.stderr}")
