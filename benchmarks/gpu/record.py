@@ -38,7 +38,7 @@ CURVE = {
     "seconds": ("time/step_s", "{:.1f}"),
 }
 LOGS = {".log", ".txt", ".json", ".jsonl", ".md", ".yaml"}
-_PLAN = re.compile(r"rank 0[^,+]*, ([\d.]+) GiB")
+PLAN = re.compile(r"rank 0[^,+]*, ([\d.]+) GiB")
 
 
 class Record:
@@ -112,7 +112,7 @@ def figures(run: Path, log: str, began_at: float) -> dict[str, Any]:
     peaks = [each["memory/peak_gib"] for each in steps if "memory/peak_gib" in each]
     if peaks:
         found["peak"] = max(peaks)
-    if plan := _PLAN.search(log):
+    if plan := PLAN.search(log):
         found["plan"] = float(plan[1])
     names = {name: metric for name, (metric, _) in CURVE.items()}
     curve = [

@@ -15,14 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.gpu import __main__ as bench
-from benchmarks.gpu import exactness
+from benchmarks.gpu import exactness, wide_model
 from benchmarks.gpu.parts import Part, first_table, further
-from benchmarks.gpu.record import Record, figures
+from benchmarks.gpu.record import PLAN, Record, figures
 from benchmarks.train.workloads import make_groups
 from trainer.batch import build_batch
+from trainer.cluster.device_plan import Gpu, plan_devices
+from trainer.config_sources import load
+from trainer.policy.checkpoint_type import checkpoint_type
 from trainer.policy.scorer import use_packed_rows
 from trainer.policy.shrink import VOCABULARY, shrunk
 
@@ -320,3 +324,45 @@ def test_reference_knows_every_class_of_the_models_page() -> None:
     page = Path("docs/models.md").read_text().partition("<!-- trained -->")[2]
     rows = page.partition("<!-- end -->")[0].strip().splitlines()[2:]
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(exactness.CLASSES)
+
+
+H100 = Gpu("NVIDIA H100 80GB", 80 * 2**30)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "sleep", "weight updates", "adapter"])
+def test_training_run_of_the_first_table_fits_on_one_gpu_by_the_plan(
+    name: str, tmp_path: Path
+) -> None:
+    (part,) = [each for each in first_table() if each.name == name]
+    wide_model.wide().save_pretrained(tmp_path / "model")
+    files = [Path(word) for word in part.program if word.endswith(".yaml")]
+    config = load(files, part.words(str(tmp_path), rehearse=False))
+    plan = plan_devices(config, [H100])
+    assert plan is not None
+    (line,) = plan.describe()
+    assert PLAN.search(line), line
+    rehearsal = load(files, part.words(str(tmp_path), rehearse=True))
+    assert plan_devices(rehearsal, [H100]) is None  # it uses no GPU, also where there is one
+
+
+def test_wide_model_has_its_size_type_and_the_quickstarts_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(wide_model.wide())
+    assert 1.40e9 < sum(each.numel() for each in model.parameters()) < 1.42e9
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    monkeypatch.setattr(wide_model, "SHAPE", wide_model.SHAPE | small)
+    monkeypatch.setattr(
+        sys, "argv", ["wide_model", "--out", str(tmp_path / "m"), "--device", "cpu"]
+    )
+    wide_model.main()
+    assert checkpoint_type(tmp_path / "m") == "bfloat16"
+    assert {each.dtype for each in load_file(tmp_path / "m" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    prompt = "What does an apple cost?"
+    ids = [
+        AutoTokenizer.from_pretrained(each)(prompt) for each in (tmp_path / "m", wide_model.STARTER)
+    ]
+    assert ids[0] == ids[1]
