@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = "-rehearsal" if given.rehearse else ""
     folder: Path = (given.out or Path(f"runs/bench-gpu{kind}")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    record = Record(folder, _machine(), rehearsal=given.rehearse)
+    order = [part.name for part in (*first, *rest)]
+    record = Record(folder, _machine(), rehearsal=given.rehearse, order=order)
     signal.signal(signal.SIGTERM, _leave)
     print(f"{_machine()}; logs in {folder}\n", *heading(), sep="\n", flush=True)
     for part in chosen:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -44,12 +44,17 @@ PLAN = re.compile(r"rank 0[^,+]*, ([\d.]+) GiB")
 class Record:
     """Example: Record(Path("runs/bench-gpu"), "NVIDIA H200, torch 2.13.0", rehearsal=False)"""
 
-    def __init__(self, folder: Path, machine: str, *, rehearsal: bool) -> None:
-        """Raises SystemExit if the folder has the results of another machine, or of a rehearsal."""
+    def __init__(
+        self, folder: Path, machine: str, *, rehearsal: bool, order: Sequence[str] = ()
+    ) -> None:
+        """`order`: the names of all parts, in the order of the page.
+
+        Raises SystemExit if the folder has the results of another machine, or of a rehearsal."""
         self.folder = folder
         self.file = folder / "results.json"
         self.page = folder / "results.md"
         self.archive = folder / "logs.tar.gz"
+        self.order = order
         about = {"machine": machine, "rehearsal": rehearsal}
         self.rows: dict[str, dict[str, Any]] = {}
         if self.file.exists():
@@ -61,7 +66,9 @@ class Record:
 
     def keep(self, name: str, row: Mapping[str, Any]) -> None:
         """Writes the row of a part, its page and the archive of all logs."""
-        self.rows[name] = dict(row)
+        rows = {**self.rows, name: dict(row)}
+        known = [each for each in self.order if each in rows]
+        self.rows = {each: rows[each] for each in dict.fromkeys([*known, *rows])}
         text = json.dumps({**self.about, "parts": self.rows}, indent=1, ensure_ascii=False)
         replace_file(self.file, text + "\n")
         replace_file(self.page, self.text())

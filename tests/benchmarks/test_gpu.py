@@ -158,6 +158,9 @@ def test_started_again_it_runs_what_is_not_done_and_only_names_any(run: Run) -> 
     assert run.order == ["good", "bad", "bad", "later"]
     assert run([good, bad], "--only", "good") == 0
     assert run.order[4:] == ["good"]
+    first = program("first", RECORDED)
+    assert run([first, good]) == 0
+    assert list(run.rows) == ["first", "good", "bad", "later"]
     with pytest.raises(SystemExit, match="no part 'x'; there are: good, bad"):
         run([good, bad], "--only", "x")
 
