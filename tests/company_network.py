@@ -27,16 +27,32 @@ class CompanyProxy:
         self.status = b"200 Connection established"
         self.url = ""
         self._to_port = to_port
+        self._serving: set[asyncio.Task[None] | None] = set()
+        self._writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._serving.add(asyncio.current_task())
+        self._writers.append(writer)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             self.heads.append(await reader.readuntil(b"\r\n\r\n"))
             writer.write(b"HTTP/1.1 " + self.status + b"\r\n\r\n")
             if self.status.startswith(b"200"):
                 there, back = await asyncio.open_connection("127.0.0.1", self._to_port)
+                self._writers.append(back)
                 await asyncio.gather(_copy(reader, back), _copy(there, writer))
-                back.close()
         writer.close()
+
+    async def end(self) -> None:
+        """Closes all connections, also those whose ends are still open."""
+        tasks = [task for task in self._serving if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+        for writer in self._writers:
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 @asynccontextmanager
@@ -45,7 +61,10 @@ async def company_proxy(to_port: int) -> AsyncIterator[CompanyProxy]:
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
-        yield proxy
+        try:
+            yield proxy
+        finally:
+            await proxy.end()
 
 
 class PrivateAuthority:

@@ -46,6 +46,14 @@ def answering() -> web.Application:
     return app
 
 
+async def posted(path: str, body: bytes) -> None:
+    upstream = Upstream(URL)
+    try:
+        await upstream.post(path, body)
+    finally:
+        await upstream.close()
+
+
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def test_calls_go_through_one_tunnel_each_connection(
     run: Run, trusted: PrivateAuthority, monkeypatch: pytest.MonkeyPatch
@@ -87,10 +95,10 @@ async def test_a_proxy_that_refuses_or_is_dead_is_named(
         monkeypatch.setenv("HTTPS_PROXY", proxy.url)
         for proxy.status in (b"407 Proxy Authentication Required", b"503 no"):
             with pytest.raises(EngineError, match=rf"refused {HOSTED}:443: HTTP/1.1 407|503 no"):
-                await Upstream(URL).post("/x", b"")
+                await posted("/x", b"")
     monkeypatch.setenv("HTTPS_PROXY", DEAD)
     with pytest.raises(EngineError, match=r"the proxy 127\.0\.0\.1:9 of HTTPS_PROXY or ALL_PROXY"):
-        await Upstream(URL).post("/x", b"")
+        await posted("/x", b"")
 
 
 async def test_an_unknown_certificate_is_refused(
@@ -100,4 +108,4 @@ async def test_an_unknown_certificate_is_refused(
     async with authority.serving(answering()) as port, company_proxy(port) as proxy:
         monkeypatch.setenv("HTTPS_PROXY", proxy.url)
         with pytest.raises(EngineError, match="certificate verify failed"):
-            await Upstream(URL).post("/v1/chat/completions", b"{}")
+            await posted("/v1/chat/completions", b"{}")
