@@ -97,9 +97,9 @@ def test_schedule_of_the_policy_begins_after_the_warm_up_of_its_critic(checkpoin
     models = build_models(ModelConfig(path=checkpoint), linear, algorithm, batches=6)
     metrics = [train(models, make_batch(1)) for _ in range(6)]
     rates = [each["actor/lr"] for each in metrics if "actor/lr" in each]
-    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    assert rates == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3, 0])
     of_critic = [each["critic/lr"] for each in metrics]
-    assert of_critic == pytest.approx([1e-3 * left / 6 for left in range(6, 0, -1)])
+    assert of_critic == pytest.approx([1e-3 * left / 5 for left in range(5, -1, -1)])
 
 
 def test_restored_models_train_exactly_like_the_saved_ones(checkpoint: Path) -> None:

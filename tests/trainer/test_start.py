@@ -10,6 +10,7 @@ from typing import Any
 
 import mlflow
 import pytest
+import torch
 import yaml
 
 from trainer import start
@@ -19,6 +20,7 @@ from trainer.cli import main
 from trainer.config_sources import load
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.run.folder import RunFolder
+from trainer.saved_state import write_state
 
 
 @pytest.fixture
@@ -49,7 +51,8 @@ def run_until(monkeypatch: pytest.MonkeyPatch, config: Path) -> Any:
             started.append((folder.path.name, saved.step if saved else 0))
             folder.write_summary({"status": status})
             saved_here = folder.checkpoints / "step-000007"
-            saved_here.mkdir(exist_ok=True)
+            if not saved_here.exists():
+                write_state({"a": torch.zeros(1)}, saved_here / "state")
             (saved_here / "run.json").write_text(json.dumps({"format": FORMAT}))
             folder.unlock()
             return 0
