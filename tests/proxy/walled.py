@@ -31,7 +31,7 @@ def main(job: dict[str, Any]) -> NoReturn:
     try:
         if (rules := job["rules_fd"]) >= 0:
             landlock.take_rules(rules)
-        wall.enter(job["hide"], [job["keep"]], body)
+        wall.enter(job["hide"], [(job["keep"], job["keep"])], body)
     except OSError as error:
         Path(job["output"]).write_text(repr(error))
     os._exit(111)
