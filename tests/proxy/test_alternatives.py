@@ -222,7 +222,10 @@ async def test_alternatives_that_the_agent_requests_are_recorded(proxy: RunningP
     assert {len(token["top_logprobs"]) for token in answer["content"]} == {4}
     (turn,) = (await proxy.record(session))[1]
     assert turn.alternatives is not None
-    for row, token in zip(turn.alternatives, answer["content"], strict=True):
+    assert len(turn.alternatives) == len(turn.sampled_ids)
+    # The agent gets the tokens of the text, which the end-of-turn token is not a part of.
+    assert len(answer["content"]) == len(turn.sampled_ids) - 1
+    for row, token in zip(turn.alternatives[:-1], answer["content"], strict=True):
         values = sorted((top["logprob"] for top in token["top_logprobs"]), reverse=True)
         np.testing.assert_array_equal(row["logprob"], np.array(values, np.float32))
     assert proxy.engine.calls[0].sampling["logprobs"] == 4

@@ -262,7 +262,7 @@ async def test_a_recorded_session_is_shown_with_its_forks(
     causes = [head["fork"] for head in heads]
     assert causes[:4] == [None] * 4
     assert causes[4:] == [
-        "foreign_assistant",
+        "tool_arguments",
         "new_conversation",
         "compaction",
         "sibling",
