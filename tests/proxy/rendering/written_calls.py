@@ -143,8 +143,21 @@ class Drawn:
             other = json.loads(words.get(value, value), parse_constant=_not_json)
         except ValueError:
             return False
-        schema = {**declared, "$defs": DEFS}
+        schema = _in_any_of({**declared, "$defs": DEFS})
         return not isinstance(other, str) and Draft202012Validator(schema).is_valid(other)
+
+
+def _in_any_of(schema: Any) -> Any:
+    """A schema with `anyOf` for `oneOf`: a value that fits several branches is not refused, because
+    agents' schemas overlap (a number or an integer) and the reader ignores bounds."""
+    if isinstance(schema, list):
+        return [_in_any_of(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _in_any_of(value) for key, value in schema.items() if key != "oneOf"}
+    if "oneOf" in schema:
+        plain["allOf"] = [*plain.get("allOf", []), {"anyOf": _in_any_of(schema["oneOf"])}]
+    return plain
 
 
 def _not_json(word: str) -> Any:
