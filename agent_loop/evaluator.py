@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import Field
 
 from agent_loop.comparison import bootstrap_interval
-from agent_loop.producers.groups import GroupRun, RunsTrials
+from agent_loop.producers.groups import GroupRun
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import SessionKind
 from proxy.section import Section

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_loop.producers.groups import RunsTrials, rollout_seed
+from agent_loop.producers.groups import rollout_seed
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.records import Rollout, RolloutStatus, Task
 from proxy.client import ProxyClient
 from proxy.records import Reward, SessionKind

@@ -19,8 +19,7 @@ from agent_loop.evaluator import Evaluator
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.own_tasks import with_own_tasks
 from agent_loop.processes.host import StartsEarly
-from agent_loop.producers.groups import RunsTrials
-from agent_loop.producers.protocol import Producer
+from agent_loop.producers.protocol import Producer, RunsTrials
 from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop

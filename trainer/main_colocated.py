@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent_loop.producers.groups import RunsTrials
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.producers.sync import SyncProducer
 from proxy.client import ProxyClient
 from trainer.assembly import TaskParts, open_fit

@@ -14,7 +14,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent_loop.producers.groups import RunsTrials, rollout_seed
+from agent_loop.producers.groups import rollout_seed
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.records import Group, Task
 from agent_loop.tasks import TaskStream
 from proxy.records import SessionKind

@@ -6,7 +6,7 @@ from contextlib import closing
 
 from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer
-from agent_loop.producers.groups import RunsTrials
+from agent_loop.producers.protocol import RunsTrials
 from proxy.client import ProxyClient
 from trainer.assembly import TaskParts, open_fit
 from trainer.fit import Ended

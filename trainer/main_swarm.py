@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent_loop.producers.groups import RunsTrials
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.swarm.config import SwarmConfig
 from agent_loop.swarm.producer import SwarmProducer
 from agent_loop.swarm.trainer_process import server_of_trainer

@@ -18,7 +18,7 @@ from typing import Any
 from agent_loop.agents import Agents
 from agent_loop.endpoint_loop import Endpoint
 from agent_loop.own_tasks import with_own_tasks
-from agent_loop.producers.groups import RunsTrials
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.tasks import held_out_tasks
 from agent_loop.trial_list import TrialLine, TrialList
 from proxy.client import ProxyClient

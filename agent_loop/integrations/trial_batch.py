@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.producers.groups import RunsTrials, rollout_seed
+from agent_loop.producers.groups import rollout_seed
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.records import Rollout, Task
 from agent_loop.trajectory import flatten
 from proxy.records import SessionKind

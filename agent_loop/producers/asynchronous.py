@@ -29,10 +29,9 @@ from agent_loop.producers.groups import (
     GroupRun,
     Intake,
     ProductionError,
-    RunsTrials,
 )
 from agent_loop.producers.prefix_sampling import PrefixSampler
-from agent_loop.producers.protocol import Production
+from agent_loop.producers.protocol import Production, RunsTrials
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.slots import TrialSlots
 from agent_loop.producers.staleness import fresh_part, is_cancelled

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from agent_loop.errors import AgentLoopError
 from agent_loop.producers.prefix_sampling import PrefixSampler
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
@@ -25,20 +26,6 @@ from proxy.records import Origin, SessionKind
 
 Place = tuple[int, ...]
 """A rollout's number in its group; for a branch followed by the turn and the child's number."""
-
-
-class RunsTrials(Protocol):
-    """What runs a trial and returns its rollout: `RemoteAgentLoop`, or a script in tests."""
-
-    async def run(
-        self,
-        task: Task,
-        *,
-        kind: SessionKind,
-        seed: int = 0,
-        version: int = 0,
-        origin: Origin | None = None,
-    ) -> Rollout: ...
 
 
 class ProductionError(AgentLoopError):

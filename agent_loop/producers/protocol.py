@@ -1,4 +1,5 @@
-"""The interface of a producer: it runs trials, and returns a training step's groups of rollouts."""
+"""The interface of a producer: it runs trials with a `RunsTrials`, and returns a training step's
+groups of rollouts."""
 
 from __future__ import annotations
 
@@ -7,7 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from agent_loop.records import Group
+from agent_loop.records import Group, Rollout, Task
+from proxy.records import Origin, SessionKind
+
+
+class RunsTrials(Protocol):
+    """What runs a trial and returns its rollout: `RemoteAgentLoop`, or a script in tests."""
+
+    async def run(
+        self,
+        task: Task,
+        *,
+        kind: SessionKind,
+        seed: int = 0,
+        version: int = 0,
+        origin: Origin | None = None,
+    ) -> Rollout: ...
 
 
 class Producer(Protocol):

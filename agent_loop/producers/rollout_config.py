@@ -8,14 +8,13 @@ from pydantic import Field, model_validator
 
 from agent_loop.outside_parts import OwnFunction
 from agent_loop.producers.prefix_sampling import PrefixConfig
-from agent_loop.producers.protocol import PRODUCER_MEMBERS, Producer
+from agent_loop.producers.protocol import PRODUCER_MEMBERS, Producer, RunsTrials
 from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Group
 from agent_loop.trial_config import SamplingConfig
 from proxy.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agent_loop.producers.groups import RunsTrials
     from agent_loop.tasks import TaskStream
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from agent_loop.producers.groups import (
     GroupRun,
     Intake,
-    RunsTrials,
 )
 from agent_loop.producers.prefix_sampling import PrefixSampler
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group, Task
 from agent_loop.tasks import TaskStream

@@ -5,7 +5,7 @@ The synchronous producer does the rest: trials, groups, and the state in a check
 
 from __future__ import annotations
 
-from agent_loop.producers.groups import RunsTrials
+from agent_loop.producers.protocol import RunsTrials
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Task

@@ -1,9 +1,9 @@
-"""Decides the cause of a fork: why a request does not continue what is recorded.
+"""Decides the cause of a fork from how an assistant's message differs from the recorded answers.
 
-`fork_cause` finds the first message that differs from the record. If it is the assistant's, the
-cause is how it differs from the recorded answers. `AnswerMarks` are what memory keeps of the
-content of an answer: digests and the beginnings of two lines. Invariant: a cause is returned only
-if the record proves it; the most specific one is chosen.
+`TokenTree` finds the first message of a request that differs from the record. If it is the
+assistant's, `cause_of` compares it with the recorded answers in its place. `AnswerMarks` are what
+memory keeps of the content of an answer: digests and the beginnings of two lines. Invariant: a
+cause is returned only if the record proves it; the most specific one is chosen.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from proxy.conversation.message_keys import ConversationKey, Key, RawKey, canonical_calls
+from proxy.conversation.message_keys import canonical_calls
 from proxy.conversation.messages import Message, split_reasoning
 from proxy.records import ForkCause
-
-if TYPE_CHECKING:
-    from proxy.token_tree.tree import Match, Node, TokenTree
 
 QUOTED_TURNS = 64
 """Number of latest turns that are searched for a line that a summary quotes; bounds the cost."""
@@ -58,73 +54,6 @@ class AnswerMarks(msgspec.Struct, frozen=True, gc=False):
             quote=quote if len(quote) >= MIN_QUOTE_CHARS else "",
             reasoning_quote=_quote(reasoning),
         )
-
-
-def fork_cause(
-    tree: TokenTree, messages: list[Message], keys: Sequence[Key], match: Match
-) -> ForkCause:
-    """Why a conversation could not extend the turn of its last recorded answer, `match`.
-
-    `keys` has one key per message.
-    """
-    known = _last_known(tree, keys)
-    if any(message.compacted for message in messages[known + 1 :]):
-        return ForkCause.COMPACTION
-    if known >= 0 and known + 1 < len(messages):
-        asked = tree.same_requests(keys[known])
-        return _cause_after(tree, messages[known + 1], asked, match)
-    if known >= 0:  # every message is known, but the turn could not be extended
-        return ForkCause.UNPROVABLE_BRIDGE
-    for position in reversed(range(len(keys))):
-        key = keys[position]
-        other = None if isinstance(key, RawKey) else tree.same_body(key)
-        if other is not None and not isinstance(key, RawKey):
-            return _cause_at(tree, other, key, messages[position + 1 :], match)
-    if is_quoted(messages, set(tree.quotes[-QUOTED_TURNS:])):
-        return ForkCause.COMPACTION
-    return ForkCause.NEW_CONVERSATION
-
-
-def foreign_cause(tree: TokenTree, messages: list[Message], keys: Sequence[Key]) -> ForkCause:
-    """Why a conversation follows a recorded answer with an assistant message that is not one: how
-    that message differs from the answer in whose place it stands, if there is one."""
-    known = _last_known(tree, keys)
-    message = messages[known + 1] if 0 <= known < len(messages) - 1 else None
-    if message is None or message.role != "assistant":
-        return ForkCause.FOREIGN_ASSISTANT
-    answers = [node.marks for node in tree.same_requests(keys[known]) if node.marks is not None]
-    return cause_of(message, answers, follows=tree.follows)
-
-
-def _last_known(tree: TokenTree, keys: Sequence[Key]) -> int:
-    """Index of the last message up to which the conversation was recorded; -1 if none is."""
-    return next((i for i in reversed(range(len(keys))) if tree.knows_messages(keys[i])), -1)
-
-
-def _cause_at(
-    tree: TokenTree, other: Node, key: ConversationKey, following: list[Message], match: Match
-) -> ForkCause:
-    """Why a conversation forks that has the messages of `other`, but another key."""
-    recorded = other.request_key
-    if isinstance(recorded, RawKey) or recorded.system != key.system:
-        return ForkCause.SYSTEM_CHANGED
-    if recorded.tools != key.tools:
-        return ForkCause.TOOLS_CHANGED
-    # The same request except for a forced call.
-    return _cause_after(tree, following[0], [other], match) if following else ForkCause.SIBLING
-
-
-def _cause_after(tree: TokenTree, message: Message, asked: list[Node], match: Match) -> ForkCause:
-    """Why `message` differs from the record after the last known message."""
-    if message.role == "assistant":
-        answers = [node.marks for node in asked if node.marks is not None]
-        return cause_of(message, answers, follows=tree.follows)
-    node = None if match.node is None else tree.nodes[match.node]
-    if asked:
-        return ForkCause.ROLLED_BACK
-    if node is not None and node.children:
-        return ForkCause.EDITED
-    return ForkCause.UNPROVABLE_BRIDGE
 
 
 def cause_of(message: Message, recorded: Sequence[AnswerMarks], *, follows: bool) -> ForkCause:

@@ -24,7 +24,7 @@ from proxy.conversation.recorded import dump_request, dump_same_request
 from proxy.errors import RequestError
 from proxy.records import EMPTY_IDS, FinishReason, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
-from proxy.token_tree.fork_cause import AnswerMarks, foreign_cause, fork_cause
+from proxy.token_tree.fork_cause import QUOTED_TURNS, AnswerMarks, cause_of, is_quoted
 from proxy.token_tree.paths import common_prefix, path, prefix
 
 FORK_CANDIDATES = 16
@@ -290,7 +290,7 @@ class TokenTree:
             suffix = rendering.suffix_after(conversation, match.answered, int(last))
         if suffix is None:
             return None
-        cause = foreign_cause(self, conversation.messages, keys) if foreign else None
+        cause = self._foreign_cause(conversation.messages, keys) if foreign else None
         if cause is None and node.children:
             cause = ForkCause.ROLLED_BACK
         prompt = prefix(self.nodes, node.index, node.path_tokens, suffix)
@@ -334,9 +334,70 @@ class TokenTree:
         prompt = rendering.full(conversation)
         if not self.nodes:
             return Placement(None, 0, prompt, prompt, None)
-        cause = fork_cause(self, conversation.messages, keys, match)
+        cause = self._fork_cause(conversation.messages, keys, match)
         parent, shared = self._deepest_common_point(prompt, match, keys)
         return Placement(parent, shared, prompt[shared:].copy(), prompt, cause)
+
+    def _fork_cause(self, messages: list[Message], keys: Sequence[Key], match: Match) -> ForkCause:
+        """Why a conversation cannot extend the turn of its last recorded answer, `match`.
+
+        `keys` has one key per message.
+        """
+        known = self._last_known(keys)
+        if any(message.compacted for message in messages[known + 1 :]):
+            return ForkCause.COMPACTION
+        if known >= 0 and known + 1 < len(messages):
+            return self._cause_after(messages[known + 1], self.same_requests(keys[known]), match)
+        if known >= 0:  # every message is known, but the turn could not be extended
+            return ForkCause.UNPROVABLE_BRIDGE
+        for position in reversed(range(len(keys))):
+            key = keys[position]
+            other = None if isinstance(key, RawKey) else self.same_body(key)
+            if other is not None and not isinstance(key, RawKey):
+                return self._cause_at(other, key, messages[position + 1 :], match)
+        if is_quoted(messages, set(self.quotes[-QUOTED_TURNS:])):
+            return ForkCause.COMPACTION
+        return ForkCause.NEW_CONVERSATION
+
+    def _foreign_cause(self, messages: list[Message], keys: Sequence[Key]) -> ForkCause:
+        """Why a conversation follows a recorded answer with an assistant message that is not one:
+        how that message differs from the answer in whose place it stands, if there is one."""
+        known = self._last_known(keys)
+        message = messages[known + 1] if 0 <= known < len(messages) - 1 else None
+        if message is None or message.role != "assistant":
+            return ForkCause.FOREIGN_ASSISTANT
+        return self._cause_of(message, self.same_requests(keys[known]))
+
+    def _last_known(self, keys: Sequence[Key]) -> int:
+        """Index of the last message up to which the conversation was recorded; -1 if none is."""
+        return next((i for i in reversed(range(len(keys))) if self.knows_messages(keys[i])), -1)
+
+    def _cause_at(
+        self, other: Node, key: ConversationKey, following: list[Message], match: Match
+    ) -> ForkCause:
+        """Why a conversation forks that has the messages of `other`, but another key."""
+        recorded = other.request_key
+        if isinstance(recorded, RawKey) or recorded.system != key.system:
+            return ForkCause.SYSTEM_CHANGED
+        if recorded.tools != key.tools:
+            return ForkCause.TOOLS_CHANGED
+        # The same request except for a forced call.
+        return self._cause_after(following[0], [other], match) if following else ForkCause.SIBLING
+
+    def _cause_after(self, message: Message, asked: list[Node], match: Match) -> ForkCause:
+        """Why `message` differs from the record after the last known message."""
+        if message.role == "assistant":
+            return self._cause_of(message, asked)
+        node = None if match.node is None else self.nodes[match.node]
+        if asked:
+            return ForkCause.ROLLED_BACK
+        if node is not None and node.children:
+            return ForkCause.EDITED
+        return ForkCause.UNPROVABLE_BRIDGE
+
+    def _cause_of(self, message: Message, asked: list[Node]) -> ForkCause:
+        answers = [node.marks for node in asked if node.marks is not None]
+        return cause_of(message, answers, follows=self.follows)
 
     def _deepest_common_point(
         self, prompt: Ids, match: Match, keys: Sequence[Key]
