@@ -1,10 +1,11 @@
 """Decides whether a call that an agent sends back is the recorded one, tidied by its client.
 
 A client may fill in or drop a default of the tool's schema, turn a string into the type that the
-schema wants (or back), trim blanks at line ends, write null for an absent argument, or quote a call
-that it could not read. All of this is read off the schema that the request carries. Invariant: two
-calls are only compared if they have the same id, which the proxy gave to exactly one sampled call;
-a difference that is none of these makes them different calls.
+schema wants (or back), trim blanks at line ends, write null for an absent argument, copy an
+argument under a name that the tool does not take, or quote a call that it could not read. All of
+this is read off the schema that the request carries. Invariant: two calls are only compared if they
+have the same id, which the proxy gave to exactly one sampled call; a difference that is none of
+these makes them different calls.
 """
 
 from __future__ import annotations
@@ -164,6 +165,8 @@ class _Comparison:
         unknown = {key for key in dropped if declared and key not in declared}
         for key in added:
             why = self._left_out(key, given[key], variant)
+            if why is None and more is False and _is_copy(key, given, declared):
+                why = "copy that the tool does not take"
             if why is None:
                 alias = next((k for k in unknown if self._same_as(given[key], kept[k])), None)
                 if alias is None or key not in declared:
@@ -385,6 +388,18 @@ def _type_of(value: Any) -> str:
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _is_copy(key: str, given: dict[str, Any], declared: dict[str, Any]) -> bool:
+    """Whether `key`, which the tool does not declare, repeats the value or the name of an argument
+    that it does. Claude Code stores a `SendMessage` with `content` and `recipient`, which are its
+    `message` and `to`, and with `type: "message"`."""
+    if key in declared:
+        return False
+    taken, value = given.keys() & declared.keys(), given[key]
+    if isinstance(value, str) and value in taken:
+        return True
+    return any(canonical_json(value) == canonical_json(given[each]) for each in taken)
 
 
 def _merged(schema: Schema, over: Schema) -> dict[str, Any]:

@@ -87,6 +87,8 @@ P = {"path": "a"}
          ["what.size: default added"]),
         ({**P, "old": "x"}, {**P, "old_str": "x"}, ["old: named old_str"]),
         (P, {**P, "invented": 3}, ["invented: argument that the tool does not take dropped"]),
+        ({**P, "file": "a"}, P, ["file: copy that the tool does not take added"]),
+        ({**P, "kind": "path"}, P, ["kind: copy that the tool does not take added"]),
         ({"all": False, "new": "x", **P}, {**P, "new": "x"}, ["all: default added"]),
         ({"path": "ls"}, {"path": "cd /a/b && ls"}, ["path: rewritten"]),
         ({"path": "x \\;"}, {"path": "cd /a && x \\\\;"}, ["path: rewritten"]),
@@ -131,6 +133,8 @@ def test_change_of_a_client_is_named(sent: Any, kept: Any, changes: list[str]) -
         ({**P, "tags": ["x"]}, {**P, "tags": ["x", "x"]}),
         ({**P, "what": {"kind": "b", "size": 3}}, {**P, "what": {"kind": "b"}}),  # default of a
         ({**P, "more": 1}, P),
+        ({**P, "more": "b"}, P),  # no copy
+        ({**P, "new": "a"}, P),  # a copy that the tool does take
         ({**P, "old": "y"}, {**P, "old_str": "x"}),
         ({"path": "rm -rf x"}, {"path": "cd /a || rm -rf x"}),
         ({"path": "a"}, "not JSON"),
@@ -155,6 +159,11 @@ def test_another_id_or_name_is_another_call() -> None:
 def test_undeclared_arguments_of_an_open_schema_are_not_dropped() -> None:
     assert compared(P, {**P, "more": 1}, {"properties": {"path": {"type": "string"}}}) is None
     assert compared(P, {**P, "more": 1}, {}) is None
+
+
+def test_copies_that_an_open_schema_takes_make_another_call() -> None:
+    assert compared({**P, "more": "a"}, P, {"properties": {"path": {"type": "string"}}}) is None
+    assert compared({**P, "more": "a"}, P, {}) is None
 
 
 VALUES: Any = st.recursive(
