@@ -26,6 +26,10 @@ from tests.e2e.agents.census.families import Writer
 from tests.e2e.agents.census.policy import SUMMARY, Plan, Policy, Written, role_of
 from tests.proxy.conftest import RunningProxy
 
+PROVIDER_TOOL = "would be run by the model's provider"
+"""The refusal of a request all of whose tools only a provider can run, such as Claude Code's call
+for a web search. It is right, and the agent has to survive it."""
+
 
 @dataclass(slots=True)
 class Row:
@@ -43,7 +47,7 @@ class Row:
     needless: list[str] = field(default_factory=list)
     """The cause of each needless fork, with the turn and what the agent sent."""
     designed: Mapping[str, int] = field(default_factory=dict)
-    """Reason of a fork that is none of ours → number."""
+    """Reason of a fork or a refusal that is none of ours → number."""
     refused: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     """Arguments that reached the agent changed, and files with other content than written."""
@@ -186,6 +190,8 @@ def _row(
     failed += [f"turn {t.index} was cut" for t in turns if t.status is TurnStatus.CUT]
     failed += policy.errors
     refused = [f"{e.get('status')} {e.get('message')}" for e in events if e["kind"] == "refused"]
+    provider = [each for each in refused if PROVIDER_TOOL in each]
+    designed.update(["provider's tool"] * len(provider))
     return Row(
         agent=agent.name,
         version=agent.version(agent.root),
@@ -197,7 +203,7 @@ def _row(
         paths=len({turn.index for turn in turns} - {turn.parent for turn in turns}),
         needless=needless,
         designed=dict(designed),
-        refused=refused,
+        refused=[each for each in refused if each not in provider],
         changed=[*_changed(turns, policy.written, tags=writer.family.tags), *policy.wrong_files],
         failed=failed,
     )

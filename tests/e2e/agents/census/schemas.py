@@ -48,7 +48,9 @@ class Arguments:
         for choice in ("anyOf", "oneOf", "allOf"):
             if schema.get(choice):
                 return self._value(schema[choice][0], root, name, depth)
-        kind = schema.get("type", "object" if "properties" in schema else "string")
+        if not schema.keys() & {"type", "properties"}:
+            return AWKWARD[0]  # of any type: tags would make other types of the other texts
+        kind = schema.get("type", "object")
         kind = kind[0] if isinstance(kind, list) else kind
         if kind == "object":
             return self._object(schema, root, depth)

@@ -16,6 +16,7 @@ def test_arguments_follow_the_schema_and_are_awkward() -> None:
             "count": {"type": "integer", "exclusiveMinimum": 0},
             "items": {"type": "array", "minItems": 2, "items": {"type": "string"}},
             "file_path": {"type": "string"},
+            "any": {"description": "of any type"},
         },
         "required": ["text"],
         "$defs": {"kind": {"enum": ["a", "b"]}},
@@ -27,4 +28,5 @@ def test_arguments_follow_the_schema_and_are_awkward() -> None:
         "count": "1",
         "items": [AWKWARD[1]] * 2,
         "file_path": "/w/notes.txt",
+        "any": AWKWARD[0],
     }

@@ -27,6 +27,8 @@ while True:
         break
     results = []
     for call in calls:
-        done = subprocess.run(call.input["command"], shell=True, capture_output=True, text=True)
+        done = subprocess.run(
+            call.input["command"], shell=True, capture_output=True, text=True, errors="replace"
+        )
         results.append({"type": "tool_result", "tool_use_id": call.id, "content": done.stdout})
     messages.append({"role": "user", "content": results})

@@ -14,7 +14,9 @@ from langgraph.prebuilt import create_react_agent  # noqa: E402
 @tool
 def run_command(command: str) -> str:
     """Runs a shell command."""
-    return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, errors="replace"
+    ).stdout
 
 
 agent = create_react_agent(ChatOpenAI(model=os.environ["OPENAI_MODEL"]), [run_command])

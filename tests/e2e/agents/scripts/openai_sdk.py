@@ -16,7 +16,9 @@ MODEL = os.environ["OPENAI_MODEL"]
 
 
 def run(command: str) -> str:
-    return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, errors="replace"
+    ).stdout
 
 
 def chat() -> None:

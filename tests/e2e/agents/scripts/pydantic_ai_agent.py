@@ -12,7 +12,9 @@ agent = Agent(OpenAIChatModel(os.environ["OPENAI_MODEL"]))
 @agent.tool_plain
 def run_command(command: str) -> str:
     """Runs a shell command."""
-    return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, errors="replace"
+    ).stdout
 
 
 agent.run_sync(os.environ["TASK_PROMPT"])

@@ -11,4 +11,6 @@ def run_command(command: str, weight: float) -> str:
         weight: any number
     """
     assert isinstance(weight, int | float), weight
-    return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, errors="replace"
+    ).stdout

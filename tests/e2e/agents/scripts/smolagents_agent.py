@@ -13,7 +13,9 @@ def run_command(command: str) -> str:
     Args:
         command: what to run
     """
-    return subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, errors="replace"
+    ).stdout
 
 
 model = OpenAIServerModel(
