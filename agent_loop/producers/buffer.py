@@ -46,10 +46,6 @@ CREATE TABLE IF NOT EXISTS groups (
 CREATE TABLE IF NOT EXISTS state (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 """
 
-
-_TAIL_COLUMN = "ALTER TABLE groups ADD COLUMN tail TEXT NOT NULL DEFAULT 'none'"
-"""Migrates files that were written before tail groups were stored."""
-
 Written = asyncio.Future[None]
 """A future that is done when the change is in the file; its exception is a `sqlite3.Error`."""
 
@@ -99,8 +95,6 @@ class ReplayBuffer:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
-            if "tail" not in {row[1] for row in self._db.execute("PRAGMA table_info(groups)")}:
-                self._db.execute(_TAIL_COLUMN)
         except sqlite3.Error as error:
             raise ConfigurationError(
                 f"replay buffer {path}: {error}; give a writable path, or remove the file"

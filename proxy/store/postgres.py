@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, QuotaReached, SessionError, StoreError
 from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
-from proxy.store import migrations, postgres_policies, postgres_quotas, quota_rows, rows
+from proxy.store import layout, postgres_policies, postgres_quotas, quota_rows, rows
 from proxy.store import postgres_statements as statements
 from proxy.store.postgres_browser import PostgresBrowser
 from proxy.store.postgres_owner import CONNECTION_ERRORS, OWNERS_LOCK, PostgresOwner
@@ -33,8 +33,6 @@ from proxy.store.protocol import (
 from proxy.store_address import without_password
 
 SCHEMA_LOCK = 0x61677279
-MIGRATION_TIMEOUT_S = 3600.0
-"""Limit for one step; creating an index on a large table takes minutes."""
 
 
 async def open_postgres(url: str, *, durability: Durability, create: bool) -> PostgresStore:
@@ -55,11 +53,10 @@ class PostgresStore:
     async def open(
         cls, url: str, *, create: bool = True, max_connections: int = 10
     ) -> PostgresStore:
-        """Connects, creates the tables in an empty database, and migrates an older layout.
+        """Connects, and creates the tables in an empty database.
 
         Raises:
-            ConfigurationError: the database cannot be reached, or its layout is newer than this
-                version supports.
+            ConfigurationError: the database cannot be reached, or is a store of another layout.
         """
         try:
             pool = await asyncpg.create_pool(
@@ -72,7 +69,7 @@ class PostgresStore:
             )
             async with AsyncExitStack() as on_error:
                 on_error.push_async_callback(pool.close)
-                await _migrate(pool, url, create=create)
+                await _create_tables(pool, url, create=create)
                 store = cls(pool, await PostgresOwner.take(url), url)
                 on_error.pop_all()
             return store
@@ -333,19 +330,26 @@ class PostgresStore:
             raise StoreError(f"the store failed: {error or type(error).__name__}") from error
 
 
-async def _migrate(pool: asyncpg.Pool, url: str, *, create: bool) -> None:
+async def _create_tables(pool: asyncpg.Pool, url: str, *, create: bool) -> None:
+    """Creates the tables in an empty database, in one transaction.
+
+    Raises:
+        ConfigurationError: the database is a store of another layout, or `create` is False and it
+            is no store.
+    """
+    name = without_password(url)
     async with pool.acquire() as connection, connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock($1)", SCHEMA_LOCK)
-        layout = 0
         if await connection.fetchval("SELECT to_regclass('agentic_proxy_schema')") is not None:
-            layout = await connection.fetchval("SELECT version FROM agentic_proxy_schema")
+            # Tables of layouts before 14 have no column `written_by`.
+            found = await connection.fetchrow("SELECT * FROM agentic_proxy_schema")
+            layout.check(found["version"], found.get("written_by"), store=name)
         elif not create:
             raise ConfigurationError(
-                f"store: {without_password(url)} is not a store of the proxy; use the URL in the"
-                " proxy's `store` setting"
+                f"store: {name} is not a store of the proxy; use the URL in the proxy's `store`"
+                " setting"
             )
-        for step in migrations.steps("postgres", layout, store=without_password(url)):
-            await connection.execute(step.sql, timeout=MIGRATION_TIMEOUT_S)
-            await connection.execute("DELETE FROM agentic_proxy_schema")
-            sql = "INSERT INTO agentic_proxy_schema (version) VALUES ($1)"
-            await connection.execute(sql, step.layout)
+        else:
+            await connection.execute(layout.script("postgres"))
+            sql = "INSERT INTO agentic_proxy_schema VALUES ($1, $2)"
+            await connection.execute(sql, layout.LAYOUT, layout.this_version())

@@ -38,10 +38,10 @@ from proxy.store.protocol import (
 from proxy.store.sqlite_browser import SqliteBrowser
 from proxy.store.sqlite_file import (
     connect,
+    create_tables,
     is_without_layout,
     limit_size,
     make_file,
-    migrate,
     never_wait,
 )
 from proxy.store.sqlite_group_commit import GroupWriter
@@ -85,18 +85,17 @@ class SqliteStore:
         max_pending_writes: int = 10_000,
         max_file_bytes: int | None = None,
     ) -> None:
-        """Opens or creates the file, and migrates an older layout.
+        """Opens or creates the file.
 
         Raises:
-            ConfigurationError: the file cannot be opened, or its layout is newer than this version
-                supports.
+            ConfigurationError: the file cannot be opened, or is a store of another layout.
         """
         self.path = path
         try:
             with alone_in(path.parent):
                 writing = connect(path, durability, busy_timeout_s)
                 make_file(writing)
-                migrate(writing, path)
+                create_tables(writing, path)
                 limit_size(writing, max_file_bytes)
                 at_once = None
                 if durability == "process":
@@ -168,8 +167,7 @@ class SqliteStore:
         return await self._writer.write(delete)
 
     async def remove_ended(self, before: float, limit: int) -> int:
-        """Returns the freed space to the file system at once, except in a file that was created by
-        a version without this method (see docs/deployment.md)."""
+        """Returns the freed space to the file system at once."""
 
         def remove(c: sqlite3.Connection) -> int:
             ended = c.execute(statements.ENDED, (before, limit)).fetchall()

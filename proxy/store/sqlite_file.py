@@ -1,4 +1,4 @@
-"""Connections to the file of a SQLite store: opened, made, migrated and limited."""
+"""Connections to the file of a SQLite store: opened, created and limited."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from proxy.store import migrations
+from proxy.store import layout
 from proxy.store.protocol import Durability
 
 CACHE_KIB = 16 * 1024  # per connection, so that the store's memory does not grow with the file
@@ -34,27 +34,45 @@ def never_wait(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA busy_timeout = 0")
 
 
-def migrate(connection: sqlite3.Connection, path: Path) -> None:
+def create_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Creates the tables in an empty file. Closes the connection if that fails.
+
+    Raises:
+        ConfigurationError: the file is a store of another layout, and is unchanged.
+    """
     with ExitStack() as on_error:
         on_error.callback(connection.close)
         connection.execute("BEGIN IMMEDIATE")  # two processes may open the file at the same time
-        (layout,) = connection.execute("PRAGMA user_version").fetchone()
-        for step in migrations.steps("sqlite", layout, store=str(path)):
-            for statement in step.statements:
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found == 0:
+            # Not `executescript`, which commits before it begins.
+            for statement in layout.script("sqlite").split(";\n"):
                 connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {step.layout}")
+            row = (layout.LAYOUT, layout.this_version())
+            connection.execute("INSERT INTO agentic_proxy_schema VALUES (?, ?)", row)
+            connection.execute(f"PRAGMA user_version = {layout.LAYOUT}")
+        else:
+            layout.check(found, _written_by(connection), store=str(path))
         connection.execute("COMMIT")
         on_error.pop_all()
+
+
+def _written_by(connection: sqlite3.Connection) -> str | None:
+    try:
+        row = connection.execute("SELECT written_by FROM agentic_proxy_schema").fetchone()
+    except sqlite3.OperationalError:  # no such table
+        return None
+    return str(row[0])
 
 
 def is_without_layout(file: Path) -> bool:
     """Whether the file is empty or the database of another program, which is only read here."""
     try:
         with closing(sqlite3.connect(file)) as connection:
-            (layout,) = connection.execute("PRAGMA user_version").fetchone()
+            (found,) = connection.execute("PRAGMA user_version").fetchone()
     except sqlite3.Error:  # opening the store reports it
         return False
-    return bool(layout == 0)
+    return bool(found == 0)
 
 
 def limit_size(connection: sqlite3.Connection, max_file_bytes: int | None) -> None:

@@ -146,7 +146,7 @@ class RecordedRun:
 
 @asynccontextmanager
 async def reading(sessions: Path) -> AsyncIterator[Browser]:
-    """Opens the store in a file, and migrates an older layout."""
+    """Opens the store in a file."""
     store = await open_store(f"sqlite:///{sessions.absolute()}", create=False)
     try:
         yield store.browser

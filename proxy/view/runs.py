@@ -73,8 +73,7 @@ class RecordedRuns(Mapping[str, RecordedRun]):
     @asynccontextmanager
     async def browser_of(self, run: RecordedRun, first: Browser) -> AsyncIterator[Browser | None]:
         """Reads the sessions of a run; None if it has none of its own. `first` reads the store of
-        the page. The store of another run may be in use by a process of another version: it is
-        neither migrated nor owned."""
+        the page. The store of another run may be in use by another process: it is only read."""
         if self._here(run):
             yield first
         elif run.sessions.is_file():

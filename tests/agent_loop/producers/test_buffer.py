@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sqlite3
 import threading
 from pathlib import Path
 
@@ -120,18 +119,3 @@ def test_resumed_producer_continues_its_count_of_failed_groups(tmp_path: Path) -
     assert run_in_virtual_time(life(1.5)) == 4
     with pytest.raises(ProductionError, match="8 groups in a row"):
         run_in_virtual_time(life(1.5))
-
-
-def test_file_without_the_tail_column_is_migrated_and_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "buffer.sqlite"
-    ReplayBuffer(path).close()
-    with sqlite3.connect(path) as old:
-        old.execute("ALTER TABLE groups DROP COLUMN tail")
-        old.execute(
-            "INSERT INTO groups (number, state, task) VALUES (0, 'running', ?)",
-            ('{"task_id": "a0", "data": {}, "source": "a"}',),
-        )
-    old.close()
-    buffer = ReplayBuffer(path)
-    assert buffer.restore(0, 0).again == (Drawn(0, TASK, Tail.NONE),)
-    buffer.close()

@@ -1,6 +1,0 @@
--- The version of each policy that is sampled from, and the engines' name of its adapter.
-CREATE TABLE policies (
-    name TEXT PRIMARY KEY,
-    version BIGINT NOT NULL,
-    adapter TEXT NOT NULL
-);

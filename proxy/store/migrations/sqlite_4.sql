@@ -1,2 +1,0 @@
--- The messages and tools that a request adds; empty for turns that earlier programs recorded.
-ALTER TABLE turns ADD COLUMN request BLOB NOT NULL DEFAULT x'';
