@@ -227,7 +227,7 @@ def _servers(folder: Path, answer_s: float) -> Iterator[str]:
     """Starts a scripted engine and a proxy as processes. Yields the proxy's URL."""
     tokens = 50
     engine = start_process(
-        "proxy.engines.scripted",
+        "proxy.testing.scripted_engine",
         *("--answer-tokens", str(tokens), "--token-delay-s", str(answer_s / tokens)),
     )
     try:

@@ -32,8 +32,8 @@ from agent_loop.salvage import SalvageConfig
 from agent_loop.trial_config import TrialConfig
 from benchmarks.rollout import first_url, start_process
 from proxy.client import ProxyClient
-from proxy.engines.scripted import ScriptedEngine
 from proxy.records import SessionKind
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.checkpoint import write_checkpoint
 
 ANSWER_TOKENS = 40

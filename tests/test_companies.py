@@ -47,7 +47,8 @@ MACHINES = {
     "a proxy and IPv6 only": (["--net"], f"{ONLY_IPV6} && {BEHIND_A_DEAD_PROXY}"),
 }
 SESSION = """
-{python} -m proxy.engines.scripted --host ${{HOST:-127.0.0.1}} --answer-tokens 3 > engine.url &
+{python} -m proxy.testing.scripted_engine --host ${{HOST:-127.0.0.1}} --answer-tokens 3 \\
+    > engine.url &
 engine=$!
 until [ -s engine.url ]; do sleep 0.1; done
 {python} -m proxy run --model {model} --engine "$(cat engine.url)" -- {python} agent.py

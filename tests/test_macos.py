@@ -101,7 +101,7 @@ from proxy import landlock, wall
 from proxy.admin_key import with_admin_key
 from proxy.client import ProxyClient
 from proxy.config import load_config
-from proxy.engines.scripted import ScriptedEngine, text_script
+from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from proxy.errors import ConfigurationError
 from proxy.processes.process import listen
 from proxy.rendering.rendering import Rendering

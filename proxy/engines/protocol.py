@@ -103,7 +103,7 @@ Take = Callable[[Chunk], None]
 
 
 class Engine(Protocol):
-    """One replica. Implementations: `vllm`, `completions`, `sglang`, `scripted`, …"""
+    """One replica. Implementations: `vllm`, `completions`, `sglang`, …"""
 
     @property
     def info(self) -> EngineInfo: ...

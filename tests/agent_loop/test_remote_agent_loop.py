@@ -22,8 +22,8 @@ from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.trial_config import RecordingConfig, SamplingConfig, TrialConfig
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
-from proxy.engines.scripted import Fault
 from proxy.records import Reward, SessionKind
+from proxy.testing.scripted_engine import Fault
 from tests.agent_loop.launchers.test_command import alive, until
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from proxy.config import RenderingConfig
-from proxy.engines.scripted import ScriptedEngine, text_script
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
+from proxy.testing.scripted_engine import ScriptedEngine, text_script
 
 
 async def main(checkpoint: Path, port: int, token_delay_s: float) -> None:

@@ -12,10 +12,10 @@ import yaml
 
 from proxy.client import ProxyClient
 from proxy.config import RenderingConfig
-from proxy.engines.scripted import ScriptedEngine, text_script
 from proxy.records import TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
+from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from tests.attacks.server import Server, running_server
 from tests.proxy.checkpoint import write_checkpoint
 

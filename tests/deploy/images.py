@@ -22,7 +22,7 @@ import pytest
 
 from proxy import __version__
 from proxy.client import ProxyClient
-from proxy.engines.scripted import ScriptedEngine
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.checkpoint import write_checkpoint
 
 KEY = "an-admin-key-of-the-tests"

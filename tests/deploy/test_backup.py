@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from proxy.client import ProxyClient, SessionHandle
-from proxy.engines.scripted import ScriptedEngine
 from proxy.records import TurnStatus
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.deploy.manifests import ROOT
 from tests.deploy.test_several_proxies import ANSWER, KEY, Replica
 from tests.postgres_server import empty_database

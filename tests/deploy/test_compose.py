@@ -26,7 +26,7 @@ VLLM = "docker.io/vllm/vllm-openai"
 ANSWER = [5, 2]
 SCRIPTED = f"""
 from aiohttp import web
-from proxy.engines.scripted import ScriptedEngine
+from proxy.testing.scripted_engine import ScriptedEngine
 web.run_app(ScriptedEngine(lambda _: {ANSWER}).build_app(), host="0.0.0.0", port=8001, print=None)
 """
 SCRIPTED_ENGINE = Image(

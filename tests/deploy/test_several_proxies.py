@@ -23,10 +23,10 @@ import pytest_asyncio
 from agent_loop.patience import AWAY
 from agent_loop.trajectory import build_segments, flatten
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
-from proxy.engines.scripted import ScriptedEngine
 from proxy.port import free_port
 from proxy.records import Turn, TurnStatus
 from proxy.serving.forwarding import PROBE_EVERY_S, PROBE_TIMEOUT_S
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.deploy.manifests import ROOT
 from tests.needs import skip_or_fail
 from tests.postgres_server import empty_database

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from proxy.client import ProxyClient, SessionHandle
-from proxy.engines.scripted import Fault, ScriptedEngine, text_script
 from proxy.records import Origin, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
+from proxy.testing.scripted_engine import Fault, ScriptedEngine, text_script
 from tests.e2e.patient_agent import TURNS
 from tests.e2e.test_proxy_killed import ADMIN_KEY, Proxy, start_agent
 from tests.proxy.conftest import checkpoint as checkpoint

@@ -16,12 +16,12 @@ from aiohttp import web
 from proxy.app import STORE, build_app
 from proxy.client import ProxyClient, SessionHandle
 from proxy.config import ProxyConfig, RenderingConfig, load_config
-from proxy.engines.scripted import ScriptedEngine, text_script
 from proxy.http_request import app_runner
 from proxy.records import Session, SessionKind, Turn
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.store.protocol import Store
+from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from tests.proxy.checkpoint import write_checkpoint
 
 ADMIN_KEY = "admin-key-of-the-tests"

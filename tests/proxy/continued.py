@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from proxy.engines.scripted import Script
+from proxy.testing.scripted_engine import Script
 
 
 class Continued:

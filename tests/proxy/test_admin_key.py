@@ -22,9 +22,9 @@ from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ProxyConfig, load_config
 from proxy.control.operations import OPERATIONS
 from proxy.control.plane import ROUTES
-from proxy.engines.scripted import ScriptedEngine
 from proxy.errors import ConfigurationError
 from proxy.kept_key import kept_key
+from proxy.testing.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,13 +20,13 @@ from proxy.engines.answer_check import AnswerCheck
 from proxy.engines.completions import CompletionsEngine
 from proxy.engines.http_engine import HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.engines.scripted import Fault, ScriptedEngine
-from proxy.engines.scripted_wires import scripted_alternatives, scripted_logprob
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError
 from proxy.records import ALTERNATIVE, Alternatives, SessionKind, Turn, TurnStatus
 from proxy.relay.protocol import ALTERNATIVES_BYTES, Frame, ProtocolError, chunk_of, frame_of
+from proxy.testing.scripted_engine import Fault, ScriptedEngine
+from proxy.testing.scripted_wires import scripted_alternatives, scripted_logprob
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.pushed import chunks_of
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from proxy.engines.completions import CompletionsEngine
 from proxy.engines.http_engine import HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.engines.scripted import Fault, ScriptedEngine, scripted_logprob
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError
@@ -23,6 +22,7 @@ from proxy.generation import Generation, GenerationState, seed_after
 from proxy.records import FinishReason, VersionSpan
 from proxy.routing import Router
 from proxy.seams import Cause, Seam
+from proxy.testing.scripted_engine import Fault, ScriptedEngine, scripted_logprob
 from tests.proxy.pushed import pieces_of
 
 PROMPT = np.array([11, 12, 13], np.int32)

@@ -15,7 +15,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (200, 400))
 import aiohttp
 from pathlib import Path
 from proxy.config import load_config
-from proxy.engines.scripted import ScriptedEngine
+from proxy.testing.scripted_engine import ScriptedEngine
 from proxy.processes.process import listen
 
 async def main(checkpoint, folder, calls):

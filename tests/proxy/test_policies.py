@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from proxy.engines.protocol import Sampling
-from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
@@ -22,6 +21,7 @@ from proxy.policies import Policies
 from proxy.records import ServedPolicy, VersionSpan
 from proxy.routing import Router
 from proxy.seams import Cause, Seam
+from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from tests.proxy.pushed import pieces_of
 
 PROMPT = np.array([11, 12, 13], np.int32)

@@ -15,14 +15,14 @@ from proxy.client import SessionHandle
 from proxy.engines.answer_check import AnswerCheck
 from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Chunk, Engine, Sampling
-from proxy.engines.scripted import Fault, ScriptedEngine
-from proxy.engines.scripted_wires import scripted_experts
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError
 from proxy.generation import Generation
 from proxy.records import FinishReason, Turn
 from proxy.relay.protocol import EXPERTS_BYTES, chunk_of, frame_of
 from proxy.routing import Router
+from proxy.testing.scripted_engine import Fault, ScriptedEngine
+from proxy.testing.scripted_wires import scripted_experts
 from proxy.token_tree import TokenTree
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.pushed import pieces_of

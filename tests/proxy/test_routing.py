@@ -11,12 +11,12 @@ import pytest
 
 from proxy.config import SchedulingConfig
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
 from proxy.generation import Generation
 from proxy.routing import Router
 from proxy.scheduling.admission import CacheAdmission, RoomClaim
+from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from tests.proxy.pushed import pieces_of
 
 PROMPT = np.array([1, 2], np.int32)

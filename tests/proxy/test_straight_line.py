@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from proxy.engines.scripted import scripted_logprob
 from proxy.records import FinishReason, SessionKind, TurnStatus
+from proxy.testing.scripted_engine import scripted_logprob
 from proxy.token_tree import TokenTree
 from tests.proxy.conftest import RunningProxy
 

@@ -16,8 +16,8 @@ from aiohttp import web
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from proxy.engines.scripted import ScriptedEngine
-from proxy.engines.scripted_wires import ScriptedCall
+from proxy.testing.scripted_engine import ScriptedEngine
+from proxy.testing.scripted_wires import ScriptedCall
 
 
 class AdapterEngine(ScriptedEngine):

@@ -16,12 +16,12 @@ from agent_loop.endpoint_loop import Endpoint
 from agent_loop.trajectory import flatten
 from agent_loop.trial_list import read_lines
 from proxy.config import RenderingConfig
-from proxy.engines.scripted import ScriptedEngine, text_script
 from proxy.records import SessionKind
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter
+from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from proxy.view.run_folder import RecordedRun
 from tests.proxy.conftest import checkpoint, rendering, start_proxy
 from tests.proxy.hosted_model import hosted_model

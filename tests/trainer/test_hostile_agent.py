@@ -21,8 +21,8 @@ from proxy import wall
 from proxy.client import ProxyClient
 from proxy.control.operations import OPERATIONS
 from proxy.control.plane import ROUTES
-from proxy.engines.scripted import ScriptedEngine
 from proxy.records import SessionKind
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.checkpoint import write_checkpoint
 from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
 from trainer.weight_sync.segment import SegmentWriter

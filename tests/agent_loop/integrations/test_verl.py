@@ -14,8 +14,8 @@ import pytest
 
 from agent_loop.errors import AgentLoopError
 from proxy.client import ProxyClient, ProxyClientError
-from proxy.engines.scripted import scripted_logprob
 from proxy.errors import ConfigurationError
+from proxy.testing.scripted_engine import scripted_logprob
 from tests.needs import skip_or_fail
 from tests.proxy.checkpoint import write_checkpoint
 

@@ -20,7 +20,7 @@ from agent_loop.swarm.trainer_process import server_of_trainer
 from agent_loop.swarm.wire import TrainerHello
 from proxy.app import build_app
 from proxy.config import load_config
-from proxy.engines.scripted import ScriptedEngine
+from proxy.testing.scripted_engine import ScriptedEngine
 
 ADMIN_KEY = "admin-key-of-the-tests"
 

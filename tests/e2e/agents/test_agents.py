@@ -23,8 +23,8 @@ from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.trajectory import flatten
 from agent_loop.trial_config import SamplingConfig, TrialConfig
 from proxy.client import ProxyClient
-from proxy.engines.scripted import text_script
 from proxy.records import Origin, SessionKind
+from proxy.testing.scripted_engine import text_script
 from proxy.token_tree import common_prefix
 from tests.e2e.agents.model import COMMANDS, play
 from tests.needs import needs

@@ -9,8 +9,8 @@ import pytest
 
 from agent_loop.records import RolloutStatus
 from agent_loop.trajectory import flatten
-from proxy.engines.scripted import Fault, text_script
 from proxy.records import TurnStatus
+from proxy.testing.scripted_engine import Fault, text_script
 from tests.e2e.agents.model import play
 from tests.e2e.agents.test_agents import AGENTS, example, trial
 from tests.needs import needs

@@ -18,8 +18,8 @@ from agent_loop.launchers.command import CommandConfig
 from agent_loop.records import RolloutStatus
 from agent_loop.trajectory import flatten
 from agent_loop.trial_config import SamplingConfig
-from proxy.engines.scripted import text_script
 from proxy.records import FinishReason, TurnStatus
+from proxy.testing.scripted_engine import text_script
 from tests.e2e.agents.model import MAX_TOKENS, play_hard
 from tests.e2e.agents.test_agents import AGENTS, SCRIPTS, example, installed, pytestmark, trial
 from tests.proxy.conftest import RunningProxy, StartProxy

@@ -17,8 +17,8 @@ from agent_loop.credit import CreditConfig, assign_credit
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.records import Rollout, RolloutStatus
 from agent_loop.trajectory import flatten
-from proxy.engines.scripted import Fault, text_script
 from proxy.records import TurnStatus
+from proxy.testing.scripted_engine import Fault, text_script
 from tests.e2e.agents.model import DONE, call, play
 from tests.e2e.agents.test_agents import example, pytestmark, trial
 from tests.proxy.conftest import RunningProxy, StartProxy

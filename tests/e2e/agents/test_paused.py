@@ -9,8 +9,8 @@ import pytest
 
 from agent_loop.records import RolloutStatus
 from proxy.engines.http_engine import HttpEngine
-from proxy.engines.scripted import ScriptedEngine
 from proxy.records import TurnStatus
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.e2e.agents.model import play
 from tests.e2e.agents.test_agents import example, pytestmark, trial
 from tests.proxy.conftest import StartProxy

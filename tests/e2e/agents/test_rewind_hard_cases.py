@@ -14,9 +14,9 @@ import pytest
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.records import Rollout, RolloutStatus
 from proxy.client import ProxyClient
-from proxy.engines.scripted import Fault, ScriptedEngine, text_script
 from proxy.records import Origin, TurnStatus
 from proxy.rendering.rendering import Rendering
+from proxy.testing.scripted_engine import Fault, ScriptedEngine, text_script
 from tests.e2e.agents.model import play
 from tests.e2e.agents.rewind.rewound import Answers, Rewinder
 from tests.e2e.agents.test_agents import PROMPT, example, trial

@@ -9,8 +9,8 @@ from pathlib import Path
 from agent_loop.producers.groups import GroupRun
 from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Rollout, Task
-from proxy.engines.scripted import text_script
 from proxy.records import Origin, SessionKind
+from proxy.testing.scripted_engine import text_script
 from tests.e2e.agents.model import COMMANDS, play
 from tests.e2e.agents.test_agents import example, pytestmark, trial
 from tests.proxy.conftest import RunningProxy, StartProxy

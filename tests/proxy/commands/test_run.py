@@ -12,8 +12,8 @@ import pytest
 
 from proxy import wall
 from proxy.agents import known_agents
-from proxy.engines.scripted import ScriptedEngine, text_script
 from proxy.rendering.rendering import Rendering
+from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
 AGENT = """

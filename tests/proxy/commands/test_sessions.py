@@ -116,7 +116,7 @@ async def test_replay_exits_with_1_if_a_difference_exceeds_the_tolerance(
     assert "3 of 3 turns compared, largest difference 0.00e+00" in out
 
     monkeypatch.setattr(
-        "proxy.engines.scripted_wires._scored",
+        "proxy.testing.scripted_wires._scored",
         lambda ids: [None, *({str(token): {"logprob": -0.1}} for token in ids[1:])],
     )
     assert await run(tmp_path, *arguments) == 1

@@ -13,12 +13,12 @@ from aiohttp.test_utils import TestServer
 
 from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Chunk, Engine, Sampling
-from proxy.engines.scripted import Fault, ScriptedEngine, scripted_logprob
 from proxy.engines.sglang import SglangEngine
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine, _Version
 from proxy.errors import EngineError, RequestError
 from proxy.records import FinishReason, VersionSpan
+from proxy.testing.scripted_engine import Fault, ScriptedEngine, scripted_logprob
 from tests.proxy.pushed import chunks_of
 
 PROMPT = np.array([11, 12, 13], np.int32)

@@ -33,10 +33,10 @@ from proxy.engines.frames import (
 from proxy.engines.frames_client import FramesClient
 from proxy.engines.frames_server import FramesConnection, Output
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError
 from proxy.records import FinishReason
+from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from tests.proxy.pushed import chunks_of
 
 PROMPT = np.array([11, 12, 13], np.int32)

@@ -9,11 +9,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from proxy.engines.scripted import ScriptedEngine
 from proxy.engines.upstream import MAX_TEXT_BYTES, Upstream
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_metrics import METRICS, SAMPLE, cache_tokens, load_details
 from proxy.errors import EngineError
+from proxy.testing.scripted_engine import ScriptedEngine
 
 SIZE = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
 LOAD = 'vllm:num_requests_waiting{engine="0"} 3.0\n'

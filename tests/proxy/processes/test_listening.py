@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from proxy.config import load_config
-from proxy.engines.scripted import ScriptedEngine
 from proxy.processes.process import listen
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.conftest import ADMIN_KEY
 
 AGENTS = 400

@@ -20,9 +20,9 @@ import orjson
 import pytest
 
 from proxy.client import ProxyClient, SessionHandle
-from proxy.engines.scripted import ScriptedEngine
 from proxy.records import Reward, TurnStatus
 from proxy.rendering.rendering import Rendering
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.conftest import ADMIN_KEY
 
 pytestmark = pytest.mark.slow

@@ -19,11 +19,11 @@ from pydantic import SecretStr
 
 from proxy.config import RelayConfig
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.engines.scripted import ScriptedEngine
 from proxy.relay.engine import RelayEngine
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.hub import RelayHub
 from proxy.relay.protocol import PATH
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.file_server import serving_files
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.pushed import chunks_of

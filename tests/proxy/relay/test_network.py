@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from proxy.engines.scripted import ScriptedEngine
 from proxy.errors import EngineError
 from proxy.relay.engine import RelayEngine
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.namespaces import ip, may_be_refused
 from tests.proxy.relay.conftest import ANSWER, OpenProxy, StartWorker, ids_of, sample
 
@@ -59,7 +59,15 @@ def cable() -> Iterator[Cable]:
 async def engine_in(cable: Cable, *flags: str) -> AsyncIterator[str]:
     """The scripted engine as a process in the namespace, on the worker's side."""
     process = await asyncio.create_subprocess_exec(
-        *("ip", "netns", "exec", cable.namespace, sys.executable, "-m", "proxy.engines.scripted"),
+        *(
+            "ip",
+            "netns",
+            "exec",
+            cable.namespace,
+            sys.executable,
+            "-m",
+            "proxy.testing.scripted_engine",
+        ),
         *flags,
         stdout=asyncio.subprocess.PIPE,
     )

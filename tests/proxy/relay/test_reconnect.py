@@ -11,13 +11,13 @@ import pytest_asyncio
 from pydantic import SecretStr
 
 from proxy.engines.protocol import Chunk, Take
-from proxy.engines.scripted import ScriptedEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.relay import worker as worker_module
 from proxy.relay.fingerprint import fingerprint
 from proxy.relay.protocol import Frame, Generate, Welcome, pack_ids
 from proxy.relay.worker import RelayWorker, WorkerRefused
 from proxy.relay.worker_config import WorkerConfig
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.relay.conftest import PROMPT, TOKEN
 
 GRACE_S = 3600.0

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from proxy.engines.protocol import Sampling
-from proxy.engines.scripted import ScriptedEngine, scripted_logprob
 from proxy.errors import EngineError
 from proxy.records import FinishReason, VersionSpan
 from proxy.relay.protocol import Taken, ToWorker
+from proxy.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from tests.proxy.relay.conftest import (
     ANSWER,
     PROMPT,

@@ -12,7 +12,7 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from proxy.client import ProxyClientError
-from proxy.engines.scripted import ScriptedEngine
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.clouds import NO_S3
 from tests.needs import needs
 from tests.proxy.conftest import StartProxy

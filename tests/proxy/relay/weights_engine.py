@@ -15,8 +15,8 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from proxy.engines.scripted import ScriptedEngine
 from proxy.engines.vllm import GENERATE
+from proxy.testing.scripted_engine import ScriptedEngine
 from proxy.weights.adapter_folders import adapter_digest
 from proxy.weights.publication import (
     ADAPTER_CONFIG,

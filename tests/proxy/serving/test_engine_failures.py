@@ -13,8 +13,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from proxy.engines.scripted import Fault
 from proxy.records import SessionKind, Turn, TurnStatus
+from proxy.testing.scripted_engine import Fault
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 from tests.proxy.continued import Continued
 
@@ -189,7 +189,7 @@ async def test_client_that_leaves_while_its_answer_waits_leaves_a_cut_turn(
 async def engine_process(port: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A scripted engine in a process of its own, and its URL. Its answer has 200 tokens."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "proxy.engines.scripted", "--port", str(port)),
+        *(sys.executable, "-m", "proxy.testing.scripted_engine", "--port", str(port)),
         *("--token-delay-s", "0.01"),
         stdout=asyncio.subprocess.PIPE,
     )

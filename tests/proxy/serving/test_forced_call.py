@@ -13,10 +13,10 @@ import pytest
 from msgspec import structs
 
 from proxy.client import SessionHandle
-from proxy.engines.scripted import Fault
 from proxy.records import ForkCause, SessionKind, TurnStatus
 from proxy.store.protocol import DeliveryMark
 from proxy.store.sqlite import SqliteStore
+from proxy.testing.scripted_engine import Fault
 from tests.proxy.conftest import RunningProxy, StartProxy
 
 TOOL = {

@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from proxy.client import SessionHandle
-from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.records import Turn, TurnStatus
+from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 
 CHAT = "chat/completions"

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from proxy.client import ProxyClientError
-from proxy.engines.scripted import Fault
+from proxy.testing.scripted_engine import Fault
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.serving.test_retries import NO_PATIENCE
 from tests.proxy.serving.test_two_proxies import CHAT, at, chat

@@ -13,10 +13,10 @@ import orjson
 import pytest
 
 from proxy.client import ProxyClientError, SessionHandle
-from proxy.engines.scripted import Fault
 from proxy.records import Turn, TurnStatus
 from proxy.store.protocol import DeliveryMark
 from proxy.store.sqlite import SqliteStore
+from proxy.testing.scripted_engine import Fault
 from tests.proxy.conftest import RunningProxy, StartProxy
 
 

@@ -16,10 +16,10 @@ from aiohttp import web
 from proxy.app import STORE, build_app
 from proxy.client import ProxyClient
 from proxy.config import RenderingConfig, load_config
-from proxy.engines.scripted import ScriptedEngine
 from proxy.http_request import app_runner
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.checkpoint import write_checkpoint
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 from tests.proxy.view.chromium import chromium

@@ -16,7 +16,7 @@ from proxy.engines.vllm_server import VllmServer
 
 class ScriptedServer(VllmServer):
     def command(self, key_fd: int) -> list[str]:
-        return [sys.executable, "-m", "proxy.engines.scripted", "--port", str(self.port)]
+        return [sys.executable, "-m", "proxy.testing.scripted_engine", "--port", str(self.port)]
 
 
 def main(mode: str) -> int:

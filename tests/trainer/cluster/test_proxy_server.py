@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 
 from proxy.client import ProxyClient
-from proxy.engines.scripted import ScriptedEngine
 from proxy.port import free_port
 from proxy.records import SessionKind
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.processes import assert_all_end, watched
 from tests.proxy.checkpoint import write_checkpoint
 from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig

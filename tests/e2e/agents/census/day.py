@@ -23,8 +23,8 @@ import numpy as np
 from agent_loop.records import Rollout, RolloutStatus
 from agent_loop.trajectory import flatten
 from proxy.conversation.recorded import load_conversation
-from proxy.engines.scripted import scripted_logprob
 from proxy.records import Turn, TurnStatus
+from proxy.testing.scripted_engine import scripted_logprob
 from tests.e2e.agents.census.__main__ import checkpoint
 from tests.e2e.agents.census.agents import Agent, agents
 from tests.e2e.agents.census.families import CONTEXT_TOKENS, FAMILIES, Writer

@@ -23,8 +23,8 @@ from typing import Any
 
 from proxy.conversation import Conversation, Message, ToolCall
 from proxy.conversation.recorded import load_conversation
-from proxy.engines.scripted import Fault
 from proxy.records import FOLDER
+from proxy.testing.scripted_engine import Fault
 from tests.e2e.agents.census.families import Writer
 from tests.proxy.conftest import RunningProxy
 

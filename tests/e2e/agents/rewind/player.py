@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from proxy.engines.scripted import Fault
+from proxy.testing.scripted_engine import Fault
 from tests.e2e.agents.model import DONE, ENDS, SHELLS, SUBMIT, call, offered_tools, shell_call
 from tests.e2e.agents.rewind.varied import Action, EditFile, ReadFile, Shell, VariedTrial, WriteFile
 

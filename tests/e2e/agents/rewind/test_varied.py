@@ -11,8 +11,8 @@ from random import Random
 import pytest
 
 from proxy.branching.tolerance import Tolerance
-from proxy.engines.scripted import Fault
 from proxy.profiles import Profiles
+from proxy.testing.scripted_engine import Fault
 from tests.e2e.agents.model import DONE
 from tests.e2e.agents.rewind.player import Player, steps_done
 from tests.e2e.agents.rewind.proof import GOOD, MEASURED, NAMES, good_run, line, read, table

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from proxy.engines.scripted import Fault
+from proxy.testing.scripted_engine import Fault
 
 Command = Callable[[Random, str], str]
 """A command that a name tells apart from others of its trial."""

@@ -1,7 +1,7 @@
 """An engine without a model: a server whose answers come from a script.
 
 It implements vLLM's and SGLang's routes and the completions route. Use it in tests (`async with
-ScriptedEngine(script) as engine`) and in benchmarks (`python -m proxy.engines.scripted
+ScriptedEngine(script) as engine`) and in benchmarks (`python -m proxy.testing.scripted_engine
 --answer-tokens 200`). It keeps every call with its prompt and answer ids. `scripted_logprob`
 depends only on the ids, so that a test can recompute it. With `expect_extension` the engine refuses
 any prompt that does not extend a path of its session.
@@ -23,9 +23,9 @@ from aiohttp.typedefs import Handler
 
 from proxy.engines import sglang, vllm, vllm_metrics
 from proxy.engines.frames import PATH as FRAMES
-from proxy.engines.scripted_frames import ScriptedRefusal, ScriptedSocket
-from proxy.engines.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
 from proxy.port import http_url
+from proxy.testing.scripted_frames import ScriptedRefusal, ScriptedSocket
+from proxy.testing.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
 
 __all__ = ["Fault", "Script", "ScriptedCall", "ScriptedEngine", "scripted_logprob", "text_script"]
 
