@@ -289,11 +289,11 @@ check: setup $(if $(shell command -v npm),tools) ## ruff, formatting, strict typ
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(if $(shell command -v npm),$(TOOLS)/node_modules/.bin/tsc -p proxy/view/client,@echo "make: npm is not on PATH: the types of the page in proxy/view/client are not checked")
+	$(if $(shell command -v npm),$(TOOLS)/node_modules/.bin/tsc -p proxy/extras/view/client,@echo "make: npm is not on PATH: the types of the page in proxy/extras/view/client are not checked")
 
 RUN ?= runs/quickstart
 screenshots: setup ## take the pictures of docs/view.md with Chromium; RUN is a run of the quickstart
-	$(BIN)/python -m tests.proxy.view.screenshots docs/images
+	$(BIN)/python -m tests.proxy.extras.view.screenshots docs/images
 	$(BIN)/python -m tests.trainer.view.screenshots $(RUN) docs/images
 
 format: setup ## format the source and apply ruff's fixes

@@ -17,6 +17,7 @@ import shortuuid
 
 from agent_loop.errors import AgentLoopError
 from agent_loop.launchers.protocol import Launcher
+from agent_loop.processes.threads import run_to_end
 from agent_loop.records import (
     AgentEnd,
     FinishedTrial,
@@ -25,10 +26,9 @@ from agent_loop.records import (
     Task,
     Trial,
 )
-from agent_loop.removal import remove_folder
 from agent_loop.rewards.protocol import RewardSource
-from agent_loop.threads import run_to_end
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
+from agent_loop.trial.folders import remove_folder
 from proxy.records import Session, SessionKind, SessionStatus
 
 

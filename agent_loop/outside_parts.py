@@ -1,6 +1,6 @@
 """Parts that a configuration names by an import path: classes and functions of your own.
 
-In place of the path, the name of an installed package's entry point (`proxy/plugins.py`) is taken;
+In place of the path, the name of an installed package's entry point (`plugins.py`) is taken;
 the configuration then has its path.
 
 - `OutsidePart`: a launcher or a reward as `module:Class`. The class is the part's section, a
@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from proxy.errors import ConfigurationError
-from proxy.plugins import import_path, load_plugin
-from proxy.section import Section
+from proxy.settings.plugins import import_path, load_plugin
+from proxy.settings.section import Section
 
 TARGET_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 FUNCTION_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_]\w*$"

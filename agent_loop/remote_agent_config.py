@@ -7,14 +7,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from agent_loop.extras.environments.verifiers import FIELD
 from agent_loop.launchers.registry import AgentConfig
-from agent_loop.launchers.verifiers import FIELD
 from agent_loop.processes.functions import source_file
 from agent_loop.rewards.registry import RewardsConfig
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from harbor_sdk.sandbox import SandboxError, require_privilege
-from proxy import landlock, wall
+from proxy import wall
 from proxy.errors import ConfigurationError
+from proxy.machine import landlock
 
 ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
 """Usual dataset names of the fields that only a verifier is meant to see."""

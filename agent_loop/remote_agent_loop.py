@@ -31,7 +31,7 @@ import shortuuid
 
 from agent_loop.errors import AgentLoopError, BranchError, LostAgentError
 from agent_loop.launchers.protocol import Launcher
-from agent_loop.patience import patiently
+from agent_loop.processes.threads import run_to_end
 from agent_loop.records import (
     SEEN,
     AgentEnd,
@@ -42,16 +42,13 @@ from agent_loop.records import (
     Task,
     Trial,
 )
-from agent_loop.removal import remove_folder
 from agent_loop.rewards.protocol import RewardSource
-from agent_loop.salvage import LostTrial, Retries, crashed_again
-from agent_loop.threads import run_to_end
-from agent_loop.trial_config import RecordingConfig, SamplingConfig, TrialConfig
-from agent_loop.trial_outcome import Attempt, failed_rollout, grade_trial
-from agent_loop.trial_retention import FinishedTrials
-from proxy.client import ProxyClient, ProxyClientError, SessionHandle
+from agent_loop.trial.config import RecordingConfig, SamplingConfig, TrialConfig
+from agent_loop.trial.folders import FinishedTrials, remove_folder
+from agent_loop.trial.outcome import Attempt, failed_rollout, grade_trial
+from agent_loop.trial.salvage import LostTrial, Retries, crashed_again
+from proxy.client import ProxyClient, ProxyClientError, SessionHandle, patiently
 from proxy.config import RetentionConfig
-from proxy.record_format import RecordFormatError
 from proxy.records import (
     FOLDER,
     BranchMode,
@@ -62,6 +59,7 @@ from proxy.records import (
     Turn,
     TurnStatus,
 )
+from proxy.records.binary import RecordFormatError
 from proxy.wall import Wall
 
 Result = TypeVar("Result")

@@ -15,7 +15,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from agent_loop.errors import TaskFileError
-from agent_loop.harbor_tasks import HarborDataConfig, read_harbor_dir
+from agent_loop.extras.harbor.task_folders import HarborDataConfig, read_harbor_dir
 from agent_loop.records import Task
 from agent_loop.task_sources.files import read_tasks
 from agent_loop.task_sources.listed import ListedTasks

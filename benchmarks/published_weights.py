@@ -21,9 +21,9 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from proxy.weights.pull import WeightStore
+from proxy.extras.relay.weights.pull import WeightStore
+from trainer.extras.relay.published_weights import Publisher, described
 from trainer.weight_sync.dtypes import rounded
-from trainer.weight_sync.publisher import Publisher, described
 from trainer.weight_sync.segment import Named
 
 WARM_STEPS = 10

@@ -37,7 +37,7 @@ from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.reported import LauncherReward
 from agent_loop.tasks import Source, TaskStream
 from agent_loop.trajectory import build_segments
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.client import ProxyClient
 from proxy.records import Origin, SessionKind, Turn, TurnStatus, VersionSpan
 from tests.agent_loop.virtual_time import run_in_virtual_time

@@ -28,8 +28,8 @@ from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.reported import LauncherReward
-from agent_loop.salvage import SalvageConfig
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
+from agent_loop.trial.salvage import SalvageConfig
 from benchmarks.rollout import first_url, start_process
 from proxy.client import ProxyClient
 from proxy.records import SessionKind

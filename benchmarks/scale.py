@@ -1,7 +1,7 @@
 """What limits 10, 100 and 1,000 GPUs: the real router with simulated engines and agents.
 
-Time is virtual: the clock jumps to the next timer. Each proxy has a real `proxy.routing.Router` and
-a real schedule (`proxy.scheduling`), with its own view of the load, as in a deployment; its CPU
+Time is virtual: the clock jumps to the next timer. Each proxy has a real
+`Router` and a real schedule, with its own view of the load, as in a deployment; its CPU
 time is measured. Each fleet runs with and without the schedule. `benchmarks.simulated_engine`
 describes what is simulated. `make bench-scale` prints the tables of docs/scale.md.
 """
@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.simulated_engine import Figures, Model, Replica, replica
 from proxy.config import SchedulingConfig
 from proxy.engines.protocol import Sampling
-from proxy.generation import Generation
-from proxy.routing import Router
-from proxy.scheduling.admission import CacheAdmission, RoomClaim
+from proxy.extras.schedule.admission import CacheAdmission, RoomClaim
+from proxy.routing.generation import Generation
+from proxy.routing.router import Router
 from tests.agent_loop.virtual_time import run_in_virtual_time
 
 

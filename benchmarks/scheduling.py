@@ -31,9 +31,9 @@ from proxy.engines.address import EngineAddress
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmConfig, VllmServer
-from proxy.generation import Generation
-from proxy.routing import Router
-from proxy.scheduling.admission import CacheAdmission, RoomClaim
+from proxy.extras.schedule.admission import CacheAdmission, RoomClaim
+from proxy.routing.generation import Generation
+from proxy.routing.router import Router
 from tests.e2e.tiered_server import tiered_arguments
 
 TOKENIZER = Path("examples/quickstart/model")

@@ -22,9 +22,9 @@ import orjson
 
 from benchmarks.proxy.long_sessions import turn_body
 from benchmarks.proxy.targets import Target, fake_vllm, ours
+from proxy.extras.view.access import new_link
 from proxy.store import open_store
-from proxy.view.access import new_link
-from tests.proxy.view.chromium import Chromium, Tab, chromium
+from tests.proxy.extras.view.chromium import Chromium, Tab, chromium
 
 TEMPLATE = "long-0"
 TURNS = 112

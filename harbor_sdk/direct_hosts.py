@@ -1,7 +1,7 @@
 """Which hosts an agent in a Harbor trial reaches without the HTTP proxy of its environment.
 
-The rules are those of `proxy/direct_hosts.py`; harbor_sdk has a copy, because it imports no other
-package.
+The rules are those of `proxy/machine/direct_hosts.py`; harbor_sdk has a copy, because it
+imports no other package.
 """
 
 from __future__ import annotations

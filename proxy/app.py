@@ -13,28 +13,34 @@ from functools import partial
 
 from aiohttp import web
 
-from proxy.admin_key import AdminKeys
 from proxy.config import ListenConfig, ProxyConfig, RetentionConfig
 from proxy.control.operations import OPERATIONS
 from proxy.control.plane import ROUTES, ControlPlane
 from proxy.engines.protocol import Engine
 from proxy.engines.registry import make_engine
 from proxy.errors import ConfigurationError, SessionError
-from proxy.http_request import answer_expect, forget_body
-from proxy.memory import Trimmer
+from proxy.extras.relay.fingerprint import fingerprint
+from proxy.extras.relay.hub import RelayHub
+from proxy.extras.relay.protocol import PATH as RELAY_PATH
+from proxy.extras.rules.watch import RuleWatch
+from proxy.extras.schedule.admission import CacheAdmission
+from proxy.extras.several_processes.siblings import Siblings
+from proxy.extras.telemetry import ObservedMetrics, Telemetry
+from proxy.extras.view.access import Access
+from proxy.extras.view.api import PAGE, ViewApi, add_routes
+from proxy.extras.view.api import ROUTES as PAGE_ROUTES
+from proxy.extras.view.operations import OPERATIONS as PAGE_OPERATIONS
+from proxy.extras.view.runs import RecordedRuns
+from proxy.http.openapi import DocumentPart, document
+from proxy.http.server import answer_expect, forget_body
+from proxy.http.web_guard import Hosts, host_of, web_guard
+from proxy.keys import AdminKeys
+from proxy.machine.memory import Trimmer
 from proxy.metrics import Metrics
-from proxy.openapi import DocumentPart, document
-from proxy.profiles import Profiles
 from proxy.records import Mark
-from proxy.relay.fingerprint import fingerprint
-from proxy.relay.hub import RelayHub
-from proxy.relay.protocol import PATH as RELAY_PATH
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
-from proxy.retention import keep_removing
-from proxy.routing import Router
-from proxy.scheduling.admission import CacheAdmission
-from proxy.search.watch import RuleWatch
+from proxy.routing.router import Router
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.backend import Backend
 from proxy.serving.calls import Calls
@@ -42,16 +48,10 @@ from proxy.serving.endpoints import AgentEndpoints
 from proxy.serving.forwarding import CONFIRMED_PATH
 from proxy.serving.ownership import Ownership
 from proxy.serving.sessions import Sessions
-from proxy.siblings import Siblings
+from proxy.settings.profiles import Profiles
 from proxy.store import open_store
 from proxy.store.protocol import Store
-from proxy.telemetry import ObservedMetrics, Telemetry
-from proxy.view.access import Access
-from proxy.view.api import PAGE, ViewApi, add_routes
-from proxy.view.api import ROUTES as PAGE_ROUTES
-from proxy.view.operations import OPERATIONS as PAGE_OPERATIONS
-from proxy.view.runs import RecordedRuns
-from proxy.web_guard import Hosts, host_of, web_guard
+from proxy.store.retention import keep_removing
 from proxy.wire.dialect import Dialect
 from proxy.wire.registry import open_dialects
 
@@ -88,7 +88,7 @@ def build_app(
     missing."""
     if config.admin_key is None:
         raise ConfigurationError(
-            "admin_key is not set; set it, or use `proxy.admin_key.with_admin_key(config)`"
+            "admin_key is not set; set it, or use `proxy.keys.with_admin_key(config)`"
         )
     if config.model is None:
         raise ConfigurationError("model: give the folder of the checkpoint that the engines serve")

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proxy.commands.arguments import add_commands
-from proxy.direct_hosts import reach_directly
 from proxy.errors import ConfigurationError, EngineError
-from proxy.standard_output import escape_unknown_characters
-from proxy.version_option import PrintVersion
+from proxy.machine.command_line import PrintVersion, escape_unknown_characters
+from proxy.machine.direct_hosts import reach_directly
 
 if TYPE_CHECKING:
     from proxy.config import ProxyConfig
@@ -42,16 +41,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Runs the proxy until SIGINT or SIGTERM."""
-    from proxy.imports import importing
+    from proxy.machine.command_line import importing
 
     with importing():  # imported here to keep --help fast
         import uvloop
 
-        from proxy import logs
-        from proxy.admin_key import key_file, with_admin_key
+        from proxy import process
         from proxy.config import load_config
-        from proxy.hosted import with_upstream
-        from proxy.processes import process
+        from proxy.extras.engines.hosted import with_upstream
+        from proxy.keys import key_file, with_admin_key
+        from proxy.machine import logs
         from proxy.secrecy import hide_memory
 
     hide_memory()
@@ -65,8 +64,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _announce(admin_key: Path | None, config: ProxyConfig, url: str, link: str) -> None:
-    from proxy.hosted import TEXT_ONLY  # imported here to keep --help fast
-    from proxy.store_address import without_password
+    from proxy.extras.engines.hosted import TEXT_ONLY  # imported here to keep --help fast
+    from proxy.secrecy import without_password
 
     session = f"{url}/my-session" if config.sessions.auto_create else url
     key = "any" if config.sessions.auto_create else "<a session's key>"

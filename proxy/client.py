@@ -2,25 +2,58 @@
 
 Invariant: it never retries. A call returns the proxy's answer or raises an exception. The caller
 knows whether the call is idempotent and decides whether to repeat it.
+
+Answers of the proxy's control plane, as `ProxyClient` returns them.
+
+Control calls to a proxy that is being restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import aiohttp
 import orjson
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 
-from proxy.admin_key import client_key
-from proxy.client_answers import Happening, SessionHandle
-from proxy.direct_hosts import proxy_for
-from proxy.http_request import sent_body
-from proxy.record_format import CONTENT_TYPE, decode_record, origin_fields
+from proxy.http.server import sent_body
+from proxy.keys import client_key
+from proxy.machine.direct_hosts import proxy_for
 from proxy.records import Origin, Quota, Reward, ServedPolicy, Session, SessionKind, Turn
+from proxy.records.binary import CONTENT_TYPE, decode_record, origin_fields
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHandle:
+    """What an agent needs. Example: SessionHandle("t-1", "sk-…", "http://127.0.0.1:8000/t-1/v1",
+    "http://127.0.0.1:8000/t-1", 1.78e9)"""
+
+    trial_id: str
+    api_key: str
+    base_url: str
+    """For OPENAI_BASE_URL: ends in `/v1`."""
+    anthropic_base_url: str
+    """For ANTHROPIC_BASE_URL: without `/v1`."""
+    expires_at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """What the page in the browser gets, live. Example: Happening("17.16.3", {"begun": [], …})"""
+
+    position: str
+    """For `watch`, to go on after this."""
+    news: dict[str, Any] | None = None
+    """Turns that began (`begun`) or ended (`answered`), and `events`."""
+    state: dict[str, Any] | None = None
+    """The engines, and how many calls wait."""
+
 
 __all__ = ["Happening", "ProxyClient", "ProxyClientError", "SessionHandle"]
 
@@ -52,7 +85,7 @@ class ProxyClient:
         timeout_s: float = 60.0,
         max_connections: int = 100,
     ) -> None:
-        """Without `admin_key` the one that `proxy.admin_key.client_key` finds: the environment's,
+        """Without `admin_key` the one that `proxy.keys.client_key` finds: the environment's,
         or that of a proxy on this machine which runs in the working folder."""
         self.base_url = base_url.rstrip("/")
         self.admin_key = admin_key or client_key(base_url)
@@ -403,3 +436,29 @@ async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
         message = text[:500]
     where = f"{response.method} {response.url.path}"
     raise ProxyClientError(f"{where}: {response.status} {message}", response.status)
+
+
+Result = TypeVar("Result")
+AWAY = frozenset({0, 502, 503, 504})
+"""Status of a control call that found no proxy: 502 and 504 are a load balancer's."""
+
+
+async def patiently(call: Callable[[], Awaitable[Result]], patience_s: float) -> Result:
+    """Repeats a control call while the proxy cannot be reached, for at most `patience_s`.
+
+    Raises:
+        ProxyClientError: the proxy refused the call, or could not be reached in this time.
+    """
+    async for attempt in AsyncRetrying(
+        retry=retry_if_exception(_is_away),
+        stop=stop_after_delay(patience_s),
+        wait=wait_exponential(multiplier=0.05, max=2.0),
+        reraise=True,
+    ):
+        with attempt:
+            result = await call()
+    return result
+
+
+def _is_away(error: BaseException) -> bool:
+    return isinstance(error, ProxyClientError) and error.status in AWAY

@@ -22,17 +22,15 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from proxy.alternatives import MAX_ALTERNATIVES
 from proxy.errors import ConfigurationError
-from proxy.hub import hub_name, model_folder
-from proxy.logs import LogKind, LogLevel
-from proxy.profiles import AgentProfile
-from proxy.search.rules import Rules
-from proxy.secret_files import read_secret, with_secret
-from proxy.section import Section
-from proxy.shown_config import shown_value
-from proxy.store_address import with_password
-from proxy.yaml_file import read_yaml, yaml_fault
+from proxy.extras.rules.rules import Rules
+from proxy.machine.logs import LogKind, LogLevel
+from proxy.records.alternatives import MAX_ALTERNATIVES
+from proxy.secrecy import read_secret, shown_value, with_password, with_secret
+from proxy.settings.hub import hub_name, model_folder
+from proxy.settings.profiles import AgentProfile
+from proxy.settings.section import Section
+from proxy.settings.yaml_file import read_yaml, yaml_fault
 
 ENVIRONMENT_PREFIX = "AGENTIC_PROXY_"
 

@@ -83,7 +83,7 @@ class Diverged(RequestError):
 
 
 class EngineRefusal(RequestError):
-    """The engine's own message, which is logged and not sent to agents (`proxy/routing.py`)."""
+    """The engine's own message, which is logged and not sent to agents (`router.py`)."""
 
 
 class SessionError(ProxyError):
@@ -113,8 +113,8 @@ class HeldElsewhere(ProxyError):
 class EngineError(ProxyError):
     """503: another replica or a later attempt may succeed. 502: the engine's answer is unusable.
 
-    What an engine's client raises names the engine's address. `proxy/routing.py` logs it under an
-    id, and agents get an error that names only the id.
+    What an engine's client raises names the engine's address. `proxy/routing/router.py` logs it
+    under an id, and agents get an error that names only the id.
     """
 
     status = 503

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from proxy.errors import ProxyError
+from proxy.extras.schedule.schedule import SessionSchedule
 from proxy.records import BranchMode, Turn, TurnStatus
-from proxy.scheduling.schedule import SessionSchedule
 
 MAX_UNKNOWN_NAMES = 100
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
-from proxy.alternatives import MAX_ALTERNATIVES
 from proxy.conversation import Conversation
 from proxy.engines.protocol import Sampling
 from proxy.errors import ContextOverflow, RequestError
 from proxy.records import Session, SessionKind
+from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.wire.dialect import BOUNDS, WHOLE, Options
 
 _BENDING = (

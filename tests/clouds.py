@@ -10,7 +10,7 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from proxy.port import free_port
+from proxy.machine.port import free_port
 
 
 def _missing(*packages: str) -> bool:

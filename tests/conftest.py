@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from proxy.engines.vllm_server import VllmConfig, VllmServer
-from proxy.valid_json import valid_json
+from proxy.http.valid_json import valid_json
 from tests.needs import skip_or_fail
 from tests.postgres_server import binaries, postgres_server
 

@@ -11,7 +11,7 @@ import pytest
 
 from proxy.config import ProxyConfig
 from trainer.config import TrainerConfig
-from trainer.config_keys import keys_of
+from trainer.settings.sources import keys_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("proxy", "agent_loop", "trainer", "harbor_sdk")

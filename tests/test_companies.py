@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import pytest
 
-from agent_loop.swarm.serve import _locked
+from agent_loop.extras.swarm.serve import _locked
 from proxy.errors import ConfigurationError
 from proxy.store import open_store
 from tests.company_network import DEAD, PROXY_NAMES

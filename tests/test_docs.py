@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from proxy.config import ProxyConfig
-from proxy.relay.worker import WorkerConfig
+from proxy.extras.relay.worker import WorkerConfig
 from tests.pages import PAGES, ROOT, Block, all_blocks
 from trainer.algorithms.advantages import Grpo
 from trainer.config import TrainerConfig
@@ -25,9 +25,9 @@ FILE_NAME = re.compile(
 # The module that parses each command's flags.
 COMMANDS = {
     "agentic-proxy": "proxy",
-    "agentic-worker": "proxy/relay",  # flags are the fields of WorkerConfig
+    "agentic-worker": "proxy/extras/relay",  # flags are the fields of WorkerConfig
     "agentic-train": "trainer",
-    "agentic-swarm": "agent_loop/swarm",
+    "agentic-swarm": "agent_loop/extras/swarm",
     "harbor-server": "harbor_sdk/server",
 }
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
@@ -117,7 +117,7 @@ def test_files_that_the_pages_name_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["proxy", "agent_loop", "agent_loop.swarm", "trainer", "harbor_sdk"]
+    "package", ["proxy", "agent_loop", "agent_loop.extras.swarm", "trainer", "harbor_sdk"]
 )
 def test_each_package_has_an_api_page_in_the_navigation(package: str) -> None:
     pages = re.findall(r"api/\w+\.md", (ROOT / "mkdocs.yml").read_text())

@@ -24,9 +24,10 @@ def modules():
             yield found.name
 
 # What needs another package than the base, or Harbor, which has no wheels for this Python.
-NOT_HERE = ("agent_loop.integrations", "harbor_sdk.environment", "harbor_sdk.trial",
-            "harbor_sdk.local_agents", "proxy.engines.vllm_launch", "proxy.engines.vllm_frames",
-            "proxy.engines.vllm_key", "agent_loop.launchers.verifiers_agent")
+NOT_HERE = ("agent_loop.extras.other_trainers", "agent_loop.extras.verl", "harbor_sdk.environment",
+            "harbor_sdk.trial", "harbor_sdk.local_agents", "proxy.engines.vllm_launch",
+            "proxy.extras.binary_route.vllm", "proxy.engines.vllm_key",
+            "agent_loop.extras.environments.verifiers_agent")
 for name in modules():  # also loads the standard library and other packages, as on Linux
     importlib.import_module(name)
 OURS = ("proxy", "agent_loop", "harbor_sdk")
@@ -92,18 +93,18 @@ import asyncio
 import selectors
 from pathlib import Path
 import aiohttp
-from agent_loop.chat_completion import chat_completion
+from agent_loop.model_api import chat_completion
 from agent_loop.errors import LaunchError
 from agent_loop.processes.host import Job, ProcessHost
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from harbor_sdk.client import AgentRunClient
 from proxy import landlock, wall
-from proxy.admin_key import with_admin_key
+from proxy.keys import with_admin_key
 from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from proxy.errors import ConfigurationError
-from proxy.processes.process import listen
+from proxy.process import listen
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.secrecy import hide_memory

@@ -16,25 +16,24 @@ import orjson
 from agent_loop.agents import AgentLoops, Agents, OneOfAgents
 from agent_loop.endpoint_loop import Endpoint, EndpointLoop
 from agent_loop.evaluator import Evaluator
+from agent_loop.extras.environments.own_tasks import with_own_tasks
+from agent_loop.extras.swarm.launcher import SwarmLauncher
 from agent_loop.launchers.protocol import Launcher
-from agent_loop.own_tasks import with_own_tasks
 from agent_loop.processes.host import StartsEarly
 from agent_loop.producers.protocol import Producer, RunsTrials
 from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
-from agent_loop.swarm.launcher import SwarmLauncher
 from agent_loop.tasks import DataConfig, TaskStream, held_out_tasks, training_tasks
-from agent_loop.trial_retention import FinishedTrials
-from proxy.admin_key import kept_files
+from agent_loop.trial.folders import FinishedTrials
 from proxy.client import ProxyClient
-from proxy.direct_hosts import reach_directly
 from proxy.engines import vllm_platform
-from proxy.landlock import missing
+from proxy.keys import kept_files
+from proxy.machine.direct_hosts import reach_directly
+from proxy.machine.landlock import missing
 from proxy.records import Ids
 from trainer.checkpoint import Checkpoints
-from trainer.checkpoint_mirror import CheckpointMirror, CheckpointUploads
 from trainer.cluster import open_cluster
 from trainer.cluster.cluster import Cluster
 from trainer.cluster.device_plan import fitted, gpus_here
@@ -45,8 +44,9 @@ from trainer.cluster.starting import StartingEngines
 from trainer.config import TrainerConfig
 from trainer.engine import check_platform
 from trainer.errors import ConfigError
+from trainer.extras.mirror import CheckpointMirror, CheckpointUploads
 from trainer.fit import Fit
-from trainer.models import check_models
+from trainer.learning.models import check_models
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog

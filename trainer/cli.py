@@ -15,7 +15,7 @@
     agentic-train --swarm-server HOST:PORT [key=value …]   train on a swarm's episodes
 
 This module imports nothing that takes long, so that `--help` answers at once; the commands are
-implemented in `trainer.commands` and in the modules that `trainer.command_lines` names.
+implemented in `trainer.commands` and in the modules that `trainer.commands.arguments` names.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from proxy.direct_hosts import reach_directly
-from proxy.standard_output import escape_unknown_characters
-from trainer.command_lines import COMMANDS
+from proxy.machine.command_line import escape_unknown_characters
+from proxy.machine.direct_hosts import reach_directly
+from trainer.commands.arguments import COMMANDS
 
 TRAINER_PACKAGES = frozenset({"peft", "safetensors", "torch", "transformers", "vllm", "xxhash"})
 """Packages that are imported by a training run and installed by the extras `cpu` and `gpu`."""
@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if line is not None:
             own_main: Callable[[argparse.Namespace], int] = import_module(line.module).main
             return own_main(arguments)
-        from trainer.early import early_engines
+        from trainer.commands.early import early_engines
 
         trains = not arguments.check and arguments.swarm_server is None
         with early_engines(arguments.config, arguments.words) if trains else nullcontext():
-            from trainer.commands import Command, run
+            from trainer.commands.runs import Command, run
 
             command = Command(
                 words=arguments.words,

@@ -1,7 +1,7 @@
 """The configuration of a training run: its sections, and the checks across sections.
 
 Each section is the model that the code using it takes, and is documented where it is defined.
-`trainer.config_sources.load` builds the configuration from YAML files, the environment and the
+`trainer.settings.sources.load` builds the configuration from YAML files, the environment and the
 command line. Unknown keys are refused, and ranges are checked before anything starts.
 """
 
@@ -16,18 +16,18 @@ from pydantic import Field, model_validator
 
 from agent_loop.agents import OneOfAgents
 from agent_loop.evaluator import EvalConfig
+from agent_loop.extras.swarm.config import SwarmConfig
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.remote_agent_config import RemoteAgentConfig
-from agent_loop.swarm.config import SwarmConfig
 from agent_loop.tasks import DataConfig
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig
-from proxy.web_guard import EVERYWHERE
+from proxy.http.web_guard import EVERYWHERE
 from trainer.algorithms.probe import settings_without_effect
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.engine import GPUS_OF_AN_ENGINE
+from trainer.extras.sft.config import SftConfig
 from trainer.run.log import LoggingConfig
-from trainer.sft.config import SftConfig
 
 
 class TrainerConfig(ProcessesConfig):

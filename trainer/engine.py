@@ -15,7 +15,7 @@ from proxy.engines.vllm_platform import EnginePlatform, version
 from proxy.engines.vllm_server import VllmConfig
 from trainer.errors import ConfigError
 from trainer.policy.model import ModelConfig, load_settings
-from trainer.rounding import EXACT, Limits, rounding_limits
+from trainer.policy.rounding import EXACT, Limits, rounding_limits
 from trainer.weight_sync.transports import Backend
 
 GPUS_OF_AN_ENGINE = "--tensor-parallel-size"

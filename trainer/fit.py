@@ -24,16 +24,16 @@ from agent_loop.records import Group
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch, trained_batch
 from trainer.checkpoint import Checkpoints
-from trainer.checkpoint_mirror import CheckpointUploads
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import RankZero, Save
 from trainer.errors import CheckpointError, TrainingError
-from trainer.learner import Learner, RunState
-from trainer.learners import Learners
+from trainer.extras.mirror import CheckpointUploads
+from trainer.extras.policies.metrics import of_policies, share_metrics
+from trainer.learning.learner import Learner, RunState
+from trainer.learning.policies import Learners
 from trainer.ranks_config import TrainerSection
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.log import RunLog
-from trainer.run.policy_metrics import of_policies, share_metrics
 from trainer.run.rollout_metrics import rollout_metrics, staleness_metrics
 from trainer.run.token_log import TokenColumns
 
@@ -129,7 +129,7 @@ class Fit:
     log: RunLog
     control: RunControl
     uploads: CheckpointUploads = field(default_factory=CheckpointUploads)
-    """Copies the checkpoints to `trainer.checkpoint_mirror`."""
+    """Copies the checkpoints to `trainer.extras.mirror`."""
     trials_per_step: int = 0
     """Number of trials of a step, for the progress line; 0 if they also run between steps."""
     step: int = 0

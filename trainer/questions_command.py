@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 
-from agent_loop.api_key import json_headers
 from agent_loop.endpoint_loop import with_v1
+from agent_loop.model_api import json_headers
 from agent_loop.task_sources.documents import DocumentTasks
 from agent_loop.task_sources.questions import (
     INSTRUCTIONS,
@@ -23,7 +23,7 @@ from agent_loop.task_sources.questions import (
 )
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig, VllmServer
-from trainer.commands import reporting
+from trainer.commands.runs import reporting
 from trainer.errors import ConfigError
 from trainer.run.control import RunControl, StopRequested
 

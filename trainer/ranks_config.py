@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from agent_loop.producers.rollout_config import RolloutConfig
 from proxy.engines.vllm_server import VllmConfig
-from proxy.section import Section
+from proxy.settings.section import Section
 from trainer.algorithms import AlgorithmConfig
 from trainer.engine import EnginesConfig
 from trainer.optimizer import OptimizerConfig

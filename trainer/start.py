@@ -19,33 +19,35 @@ import yaml
 from pydantic import ValidationError
 from transformers.utils.logging import disable_progress_bar
 
-from proxy import logs
 from proxy.engines import vllm_platform
+from proxy.machine import logs
 from proxy.run_files.files import replace_file, truncate_jsonl
-from proxy.secrecy import hide_memory
-from proxy.section import Section
-from proxy.shown_config import without_credentials
-from trainer import main_colocated, main_separate, main_sft, main_swarm
+from proxy.secrecy import hide_memory, without_credentials
+from proxy.settings.section import Section
 from trainer.assembly import SwarmParts, TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Saved
-from trainer.checkpoint_mirror import CheckpointMirror, MirroredCheckpoint
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.cluster.device_plan import fitted, gpus_here, plan_devices
 from trainer.cluster.follower import follow_rank_0
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
-from trainer.config_sources import dump, load
 from trainer.errors import ConfigError
+from trainer.extras import swarm as main_swarm
+from trainer.extras.mirror import CheckpointMirror, MirroredCheckpoint
+from trainer.extras.report import write_report
+from trainer.extras.sft import main as main_sft
+from trainer.extras.sft.main import SftParts, assemble_sft
 from trainer.fit import Ended
-from trainer.main_sft import SftParts, assemble_sft
+from trainer.mains import colocated as main_colocated
+from trainer.mains import separate as main_separate
 from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
-from trainer.report import write_report
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog
 from trainer.run.warned_errors import errors_as_warnings
+from trainer.settings.sources import dump, load
 
 PLANNED = "model.gradient_checkpointing"
 """The key whose value `fitted` decides if it is None."""
@@ -123,7 +125,7 @@ def _begin_new(parts: Parts, *notes: str) -> int:
     if (mirrored := _mirrored(parts.config)) is not None:
         mirror, copy = mirrored
         raise ConfigError(
-            f"trainer.checkpoint_mirror={mirror.url} has the checkpoint of step {copy.step} of "
+            f"trainer.extras.mirror={mirror.url} has the checkpoint of step {copy.step} of "
             "another run, and this is a new run; give each run its own URL, or delete that folder"
         )
     folder = RunFolder.create(parts.config.trainer.run_dir)
@@ -172,7 +174,7 @@ def _continue_on_empty_disk(
     """Continues a run of the same configuration, of which only the mirror is left."""
     if changed := _changed_keys(mirror.history(copy, "config.yaml"), parts.config, planned):
         raise ConfigError(
-            f"trainer.checkpoint_mirror={mirror.url} has the checkpoint of step {copy.step} of a "
+            f"trainer.extras.mirror={mirror.url} has the checkpoint of step {copy.step} of a "
             f"run with another configuration ({', '.join(changed[:8])}); set it as it was to "
             "continue that run, or use another URL for a new run"
         )
@@ -188,7 +190,7 @@ def _continue_locked(parts: Parts, folder: RunFolder, *notes: str) -> int:
         mirror, copy = mirrored
         if copy.run_id != folder.run_id:
             raise ConfigError(
-                f"trainer.checkpoint_mirror={mirror.url} has checkpoints of the run {copy.run_id}, "
+                f"trainer.extras.mirror={mirror.url} has checkpoints of the run {copy.run_id}, "
                 f"and {folder.path} is the run {folder.run_id}; give each run its own URL"
             )
         if saved is None or copy.step > saved.step:

@@ -20,8 +20,8 @@ from agent_loop.processes.environment import GPUS, expand, inherited_environment
 from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
 from proxy import wall
-from proxy.direct_hosts import with_direct_hosts
-from proxy.section import Section
+from proxy.machine.direct_hosts import with_direct_hosts
+from proxy.settings.section import Section
 from proxy.wall import Wall
 
 PROMPT_BYTES = 128_000

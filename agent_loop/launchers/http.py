@@ -30,17 +30,17 @@ from aiohttp import web
 from pydantic import Field
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from agent_loop.api_key import json_headers
 from agent_loop.errors import LaunchError
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.launchers.workspace import make_workspace
+from agent_loop.model_api import json_headers
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from agent_loop.reward_values import graded
-from proxy.direct_hosts import proxy_for
 from proxy.errors import RequestError
-from proxy.http_request import app_runner, read_body
-from proxy.port import BACKLOG, http_url
-from proxy.section import Section
+from proxy.http.server import app_runner, read_body
+from proxy.machine.direct_hosts import proxy_for
+from proxy.machine.port import BACKLOG, http_url
+from proxy.settings.section import Section
 
 BODY_BYTES = 16 << 20
 """Maximum size of a callback's body; a larger one is refused with 413."""

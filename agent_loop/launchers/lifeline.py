@@ -20,7 +20,7 @@ import socket
 from dataclasses import dataclass
 
 from agent_loop.errors import LaunchError
-from proxy.port import host_and_port
+from proxy.machine.port import host_and_port
 
 TOKEN_BYTES = 32
 GREETING_TIMEOUT_S = 60.0

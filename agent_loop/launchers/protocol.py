@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from agent_loop.records import AgentResult, Trial
-from proxy.section import Section
+from proxy.settings.section import Section
 
 OVERHEAD_S = 300.0
 """`overhead_s` of a launcher that starts agents at once: seconds for the collection and the

@@ -12,15 +12,15 @@ from typing import Self
 
 from pydantic import model_validator
 
+from agent_loop.extras.environments.openenv import OpenEnvConfig
+from agent_loop.extras.environments.verifiers import VerifiersConfig
+from agent_loop.extras.harbor.launcher import HarborConfig, HarborLauncher
+from agent_loop.extras.kubernetes.launcher import KubernetesConfig
+from agent_loop.extras.ray.launcher import RayConfig
 from agent_loop.launchers.command import CommandConfig
-from agent_loop.launchers.harbor import HarborConfig, HarborLauncher
 from agent_loop.launchers.http import HttpConfig
-from agent_loop.launchers.kubernetes import KubernetesConfig
-from agent_loop.launchers.openenv import OpenEnvConfig
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
 from agent_loop.launchers.python import PythonConfig
-from agent_loop.launchers.ray_task import RayConfig
-from agent_loop.launchers.verifiers import VerifiersConfig
 from agent_loop.outside_parts import OutsidePart
 from proxy.errors import ConfigurationError
 

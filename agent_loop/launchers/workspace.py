@@ -10,8 +10,8 @@ import orjson
 
 from agent_loop.errors import LaunchError
 from agent_loop.processes.environment import expand
+from agent_loop.processes.threads import run_to_end
 from agent_loop.records import Trial
-from agent_loop.threads import run_to_end
 
 GIT = "git+"
 GIT_TIMEOUT_S = 600.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agent_loop.errors import LaunchError
 from agent_loop.records import Trial
-from proxy.direct_hosts import with_direct_hosts
+from proxy.machine.direct_hosts import with_direct_hosts
 
 CERTIFICATES = frozenset(
     [

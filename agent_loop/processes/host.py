@@ -25,10 +25,11 @@ from agent_loop.errors import LaunchError
 from agent_loop.processes import job_server
 from agent_loop.processes.environment import CERTIFICATES, inherited_environment
 from agent_loop.processes.supervisor import REAP_TIMEOUT_S
-from agent_loop.threads import run_to_end
+from agent_loop.processes.threads import run_to_end
 from harbor_sdk.sandbox import Bind, Sandbox, SandboxError, SandboxSpec
-from proxy import landlock, wall
-from proxy.section import Section
+from proxy import wall
+from proxy.machine import landlock
+from proxy.settings.section import Section
 from proxy.wall import Wall
 
 SERVER_ARGV = (sys.executable, "-I", "-S", job_server.__file__)

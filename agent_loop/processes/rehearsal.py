@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from proxy.port import family, http_url, loopback
+from proxy.machine.port import family, http_url, loopback
 
 TIMEOUT_S = 5.0
 """Seconds for one call; it takes 0.1."""

@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 READ_BYTES = 1 << 20
 WALL, LANDLOCK = "wall", "landlock"
-"""The names under which the job server loads `proxy/wall.py` and `proxy/landlock.py`."""
+"""The names under which the job server loads `proxy/wall.py` and `proxy/machine/landlock.py`."""
 REAP_TIMEOUT_S = 10.0
 """Seconds to wait until killed processes have ended; one that is blocked in the kernel, for example
 by a failed disk, may never end."""

@@ -29,8 +29,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from agent_loop.producers.rollout_format import decode_group, encode_group
 from agent_loop.records import Group, Task
-from agent_loop.rollout_format import decode_group, encode_group
 from proxy.errors import ConfigurationError
 
 _SCHEMA = """

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from agent_loop.records import Group, Rollout, Task
 from proxy.records import Origin
-from proxy.section import Section
+from proxy.settings.section import Section
 
 MAX_TASKS = 10_000
 """Tasks that are remembered, the latest ones: about 300 bytes each."""

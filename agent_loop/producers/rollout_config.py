@@ -11,7 +11,7 @@ from agent_loop.producers.prefix_sampling import PrefixConfig
 from agent_loop.producers.protocol import PRODUCER_MEMBERS, Producer, RunsTrials
 from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Group
-from agent_loop.trial_config import SamplingConfig
+from agent_loop.trial.config import SamplingConfig
 from proxy.errors import ConfigurationError
 
 if TYPE_CHECKING:

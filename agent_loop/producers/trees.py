@@ -14,7 +14,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from agent_loop.records import Rollout
-from proxy.section import Section
+from proxy.settings.section import Section
 
 
 class TreeConfig(Section):

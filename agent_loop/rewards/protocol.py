@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from agent_loop.records import FinishedTrial, Graded
-from proxy.section import Section
+from proxy.settings.section import Section
 
 
 class RewardSource(Protocol):

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
+from agent_loop.extras.judge.reward import JudgeConfig
 from agent_loop.outside_parts import OutsidePart
 from agent_loop.rewards.combined import CombinedReward, Weighted
 from agent_loop.rewards.grader import GraderConfig
-from agent_loop.rewards.judge import JudgeConfig
 from agent_loop.rewards.protocol import RewardConfig, RewardSource
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import VerifierConfig
 from proxy.errors import ConfigurationError
-from proxy.section import Section
+from proxy.settings.section import Section
 
 
 class OutsideReward(OutsidePart, RewardConfig):

@@ -27,7 +27,7 @@ from agent_loop.records import Task
 from agent_loop.task_sources.files import task_of
 from agent_loop.task_sources.protocol import Position, TaskSourceConfig
 from proxy.errors import ConfigurationError
-from proxy.hub import HUB, download
+from proxy.settings.hub import HUB, download
 
 BATCH_ROWS = 1000
 """Rows of a Parquet row group that are converted at once; a group can have a million."""

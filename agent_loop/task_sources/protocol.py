@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from agent_loop.records import Task
-from proxy.section import Section
+from proxy.settings.section import Section
 
 Position = Mapping[str, Any]
 """Where an iterator of tasks is, as JSON values."""

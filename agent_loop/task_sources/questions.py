@@ -21,10 +21,10 @@ import aiohttp
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from agent_loop.chat_completion import chat_completion
 from agent_loop.errors import ChatError
+from agent_loop.model_api import chat_completion
 from agent_loop.records import Task
-from proxy.direct_hosts import proxy_for
+from proxy.machine.direct_hosts import proxy_for
 
 INSTRUCTIONS = """Write {count} about the following text. A question must be understandable \
 without the text, and its answer must be short and stand in the text.

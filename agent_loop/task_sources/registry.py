@@ -13,12 +13,12 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from agent_loop.extras.environments.task_source import ResetTasks, VerifiersTasks
+from agent_loop.extras.harbor.task_source import HarborTasks
 from agent_loop.records import Task
 from agent_loop.task_sources.dataset import DatasetTasksConfig
 from agent_loop.task_sources.documents import DocumentTasks
-from agent_loop.task_sources.environments import ResetTasks, VerifiersTasks
 from agent_loop.task_sources.function import FunctionTasks
-from agent_loop.task_sources.harbor import HarborTasks
 from agent_loop.task_sources.protocol import TaskSource, TaskSourceConfig
 
 

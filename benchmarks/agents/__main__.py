@@ -32,7 +32,7 @@ import orjson
 
 from benchmarks.agents.part import KEY
 from benchmarks.proxy.targets import process_cpu_s, write_checkpoint
-from proxy.port import free_port
+from proxy.machine.port import free_port
 from proxy.records import TurnStatus
 from proxy.store import open_store
 from tests.postgres_server import PostgresServer, binaries, postgres_process

@@ -27,7 +27,7 @@ from agent_loop.launchers.protocol import OVERHEAD_S
 from agent_loop.records import AgentEnd, AgentResult, RolloutStatus, Task, Trial
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.reported import LauncherReward
-from agent_loop.trial_config import RecordingConfig, TrialConfig
+from agent_loop.trial.config import RecordingConfig, TrialConfig
 from proxy.client import ProxyClient
 from proxy.records import SessionKind
 

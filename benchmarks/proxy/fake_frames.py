@@ -1,4 +1,4 @@
-"""The binary route of the fake vLLM (`proxy/engines/frames.py`), which costs little CPU."""
+"""The binary route of the fake vLLM (`binary_route/frames.py`), which costs little CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections import deque
 import numpy as np
 from aiohttp import WSMsgType, web
 
-from proxy.engines.frames import ID, LOGPROB, CallEnd, Sampled, StartCall, read_request, write
+from proxy.extras.binary_route.frames import (
+    ID,
+    LOGPROB,
+    CallEnd,
+    Sampled,
+    StartCall,
+    read_request,
+    write,
+)
 
 TICKS_PER_STEP = 32
 """Streams that have their own times send at one of these times of a step."""

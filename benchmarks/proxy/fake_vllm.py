@@ -16,7 +16,7 @@ import uvloop
 from aiohttp import web
 
 from benchmarks.proxy.fake_frames import FakeFrames
-from proxy.engines.frames import PATH as FRAMES
+from proxy.extras.binary_route.frames import PATH as FRAMES
 
 TOKENS = 200
 _TOKEN = 75

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.proxy.targets import Target, first_line, started, until_healthy
-from proxy.port import free_port
+from proxy.machine.port import free_port
 
 LITELLM = "litellm[proxy]==1.106.2"
 PORTKEY = "@portkey-ai/gateway@1.15.2"

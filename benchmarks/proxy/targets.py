@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from examples.starter_model.tokenizer import save_tokenizer, train_tokenizer
-from proxy.port import free_port
+from proxy.machine.port import free_port
 from proxy.records import TurnStatus
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter

@@ -19,11 +19,11 @@ import torch
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.correction import Correction
 from trainer.batch import Batch
-from trainer.models import Models
+from trainer.learning.learner import update_policy
+from trainer.learning.models import Models
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
-from trainer.steps import update_policy
 
 Step = Callable[[], float]
 """Makes one step. Returns the gradient norm before clipping, by which contestants are compared."""

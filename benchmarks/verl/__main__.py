@@ -26,7 +26,7 @@ SETTINGS = (
     "algorithm.adv_estimator=grpo",
     "algorithm.norm_adv_by_std_in_grpo=False",
     f"actor_rollout_ref.model.path={QUICKSTART / 'model'}",
-    "actor_rollout_ref.model.external_lib=agent_loop.integrations.verl",
+    "actor_rollout_ref.model.external_lib=agent_loop.extras.verl.agent_loop",
     "actor_rollout_ref.actor.strategy=fsdp2",
     # Four updates per step, as in the quickstart. verl counts prompts.
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",

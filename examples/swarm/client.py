@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from agent_loop.swarm import Claimed, EngineState, SwarmClient, SwarmError
+from agent_loop.extras.swarm import Claimed, EngineState, SwarmClient, SwarmError
 
 _QUICKSTART = Path(__file__).parents[1] / "quickstart"
 _OVER = (EngineState.OFFLINE, EngineState.ERROR)

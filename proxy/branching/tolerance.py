@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from proxy.profiles import AgentProfile
+from proxy.settings.profiles import AgentProfile
 
 SHOWN_CHARS = 200
 """Characters that are recorded of each side of a tolerated difference."""

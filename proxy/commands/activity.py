@@ -21,7 +21,7 @@ RUNNING_S = 3600.0
 ERRORS_S = 3600.0
 
 Head = dict[str, Any]
-"""A turn without its texts and tokens (`proxy/view/summaries.py`)."""
+"""A turn without its texts and tokens (`proxy/extras/view/summaries.py`)."""
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ import asyncio
 from pathlib import Path
 from typing import Literal, get_args
 
-from proxy.export.registry import FORMATS, RECORDS
-from proxy.port import MAX_PORT
+from proxy.extras.export.registry import FORMATS, RECORDS
+from proxy.machine.port import MAX_PORT
 
 Status = Literal["open", "completed", "expired"]
 Kind = Literal["train", "eval"]
@@ -49,7 +49,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from proxy.commands.export import export_sessions
+    from proxy.extras.export.command import export_sessions
 
     return asyncio.run(export_sessions(arguments))
 
@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _rewind(arguments: argparse.Namespace) -> int:
-    from proxy.commands.rewind import rewind
+    from proxy.extras.rewind.command import rewind
 
     return rewind(arguments)
 

@@ -16,19 +16,19 @@ from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
-from proxy.admin_key import AdminKeys
 from proxy.commands.sessions import named_store
 from proxy.config import ListenConfig
 from proxy.errors import ConfigurationError
-from proxy.http_request import app_runner
-from proxy.port import http_url, unusable_port
+from proxy.extras.view.access import Access, new_key, new_link
+from proxy.extras.view.api import PAGE, ViewApi, add_routes
+from proxy.extras.view.runs import RecordedRuns
+from proxy.http.server import app_runner
+from proxy.http.web_guard import Hosts, web_guard
+from proxy.keys import AdminKeys
+from proxy.machine.port import http_url, unusable_port
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store.browser import GrantKind
 from proxy.store.protocol import Store
-from proxy.view.access import Access, new_key, new_link
-from proxy.view.api import PAGE, ViewApi, add_routes
-from proxy.view.runs import RecordedRuns
-from proxy.web_guard import Hosts, web_guard
 
 
 async def view(arguments: Namespace) -> int:

@@ -14,9 +14,9 @@ import logging
 
 from aiohttp import web
 
-from proxy.http_request import api_key
-from proxy.logs import AUDIT
-from proxy.siblings import is_from_sibling
+from proxy.extras.several_processes.siblings import is_from_sibling
+from proxy.http.server import api_key
+from proxy.machine.logs import AUDIT
 
 TRIAL_ID = web.RequestKey("trial_id", str)
 """The id of the session that a request has created."""

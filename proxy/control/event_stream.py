@@ -17,9 +17,9 @@ import orjson
 from aiohttp import web
 
 from proxy.errors import StoreError
+from proxy.extras.several_processes.siblings import Siblings, is_from_sibling
 from proxy.records import SessionStatus
 from proxy.serving.sessions import CLOSING, LiveSession
-from proxy.siblings import Siblings, is_from_sibling
 from proxy.store.protocol import Store
 from proxy.wire.dialect import KEEP_ALIVE
 

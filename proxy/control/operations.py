@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from proxy.control import quotas_schema, schema, weights_schema
-from proxy.openapi import Nothing, Operation
-from proxy.record_format import CONTENT_TYPE
+from proxy.control import quotas as quotas_schema
+from proxy.control import schema
+from proxy.extras.relay import weights_schema
+from proxy.http.openapi import Nothing, Operation
+from proxy.records.binary import CONTENT_TYPE
 
 _TEXT, _NUMBER, _COUNT = {"type": "string"}, {"type": "number"}, {"type": "integer"}
 _FILTER = {

@@ -14,17 +14,14 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from proxy.admin_key import AdminKeys
 from proxy.config import EngineConfig, LimitsConfig, ListenConfig
 from proxy.control import audit
 from proxy.control.branch_request import with_origin
 from proxy.control.event_stream import EventStream, ends_within
 from proxy.control.operations import OPERATIONS
 from proxy.control.policies import PublishedPolicies
-from proxy.control.published_weights import PublishedWeights
 from proxy.control.quotas import SharedQuotas
 from proxy.control.record_view import session_view, trajectories_view, turn_view
-from proxy.control.replay_view import replay_view
 from proxy.control.schema import (
     NewEngine,
     NewReward,
@@ -34,18 +31,20 @@ from proxy.control.schema import (
 )
 from proxy.engines.protocol import Engine
 from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
-from proxy.http_request import api_key, bounded_number, read_body
-from proxy.key_file import KeyFile
+from proxy.extras.relay.hub import RelayHub
+from proxy.extras.relay.published_weights import PublishedWeights
+from proxy.extras.rewind.replay_view import replay_view
+from proxy.extras.several_processes.siblings import Siblings, is_from_sibling
+from proxy.http.server import api_key, bounded_number, read_body
+from proxy.keys import AdminKeys, KeyFile
 from proxy.metrics import Metrics
-from proxy.record_format import CONTENT_TYPE, encode_record
 from proxy.records import Reward, Session, SessionKind, SessionStatus
-from proxy.relay.hub import RelayHub
-from proxy.routing import Router
+from proxy.records.binary import CONTENT_TYPE, encode_record
+from proxy.routing.router import Router
 from proxy.sampling import check_pinned
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.forwarding import send_to_holder, was_forwarded
 from proxy.serving.sessions import Sessions
-from proxy.siblings import Siblings, is_from_sibling
 from proxy.store.protocol import SessionFilter, Store
 
 MAX_WAIT_S = 300.0

@@ -15,14 +15,14 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from proxy.control.published_weights import PublishedWeights
 from proxy.control.schema import PolicyVersion, check_policy, parsed
 from proxy.errors import RequestError, SessionError, StoreError
-from proxy.http_request import read_body
+from proxy.extras.relay.published_weights import PublishedWeights
+from proxy.extras.several_processes.siblings import is_from_sibling
+from proxy.http.server import read_body
 from proxy.policies import BASE
 from proxy.records import ServedPolicy
-from proxy.routing import Router
-from proxy.siblings import is_from_sibling
+from proxy.routing.router import Router
 from proxy.store.protocol import Store
 
 RECONNECT_S = 1.0

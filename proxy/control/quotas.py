@@ -2,6 +2,8 @@
 
 Invariant: the store counts, in the transactions that begin and record turns, so a quota holds for
 all proxies on the store, and survives the sessions that used it.
+
+The bodies of `/quotas`, the control plane of quotas that several sessions share.
 """
 
 from __future__ import annotations
@@ -9,12 +11,40 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from aiohttp import web
+from pydantic import Field
 
-from proxy.control.quotas_schema import NewQuota
 from proxy.control.schema import MAX_QUOTA_CHARS, parsed
 from proxy.errors import RequestError
-from proxy.http_request import read_body
+from proxy.http.openapi import Schema
+from proxy.http.server import read_body
 from proxy.store.protocol import Store
+
+
+class NewQuota(Schema):
+    """Body of `PUT /quotas/{name}`."""
+
+    max_turns: int | None = Field(None, ge=0, le=2**53)
+    """Number of answers; None: no limit."""
+    max_tokens: int | None = Field(None, ge=0, le=2**53)
+    """Number of sampled tokens; None: no limit."""
+    reset: bool = False
+    """Whether counting begins again at 0."""
+
+
+class QuotaView(Schema):
+    """A quota, and how much of it is used."""
+
+    name: str
+    max_turns: int | None
+    max_tokens: int | None
+    turns: int
+    tokens: int
+
+
+class Quotas(Schema):
+    """Answer of `GET /quotas`."""
+
+    quotas: list[QuotaView]
 
 
 class SharedQuotas:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.record_format import mark_fields, origin_fields, reward_fields
 from proxy.records import Session, Turn
+from proxy.records.binary import mark_fields, origin_fields, reward_fields
 from proxy.token_tree.sampled_paths import sampled_paths
 
 

@@ -21,7 +21,7 @@ from pydantic import (
 
 from proxy.engines.registry import ENGINES
 from proxy.errors import RequestError
-from proxy.openapi import Schema
+from proxy.http.openapi import Schema
 from proxy.policies import MAX_ADAPTER_CHARS, POLICY_NAME
 from proxy.records import (
     BranchMode,

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import httptools
 
-from proxy.direct_hosts import proxy_for
+from proxy.machine.direct_hosts import proxy_for
 
 IDLE_S = 3.0
 """Less than uvicorn's 5 s, so that the engine does not close a connection just before its reuse."""

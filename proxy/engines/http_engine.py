@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from proxy.alternatives import Reported, table
 from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_VERSION
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
 from proxy.engines.upstream import MAX_EVENT_BYTES, NOT_OFFERED, NotFound, Upstream
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, ProxyError
 from proxy.records import Alternatives, FinishReason, Ids
+from proxy.records.alternatives import Reported, table
 from proxy.rendering.tokenizer import Tokenizer
 
 CONTROL_TIMEOUT_S = 30.0

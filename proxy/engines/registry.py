@@ -10,16 +10,16 @@ from typing import Protocol
 
 from proxy.config import EngineConfig
 from proxy.engines.protocol import Engine
-from proxy.plugins import load_plugin
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import Tokenizer
+from proxy.settings.plugins import load_plugin
 
 ENGINES = {
     "vllm": "proxy.engines.vllm:VllmEngine.from_config",
-    "completions": "proxy.engines.completions:CompletionsEngine.from_config",
-    "sglang": "proxy.engines.sglang:SglangEngine.from_config",
-    "text": "proxy.engines.text:TextEngine.from_config",
-    "chat": "proxy.engines.chat:ChatEngine.of_model",
+    "completions": "proxy.extras.engines.completions:CompletionsEngine.from_config",
+    "sglang": "proxy.extras.engines.sglang:SglangEngine.from_config",
+    "text": "proxy.extras.engines.text:TextEngine.from_config",
+    "chat": "proxy.extras.engines.chat:ChatEngine.of_model",
 }
 """Kind → import path of the factory."""
 _TAKE_MESSAGES = frozenset({"chat"})

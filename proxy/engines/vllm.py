@@ -18,16 +18,16 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import orjson
 
-from proxy.alternatives import MAX_ALTERNATIVES
-from proxy.engines.frames import MISSING_LOGPROB, CallEnd
-from proxy.engines.frames_client import MAX_PROMPT_TOKENS, FramesClient, Ranked
 from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, Choice, HttpEngine, Received
 from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm_metrics import METRICS, cache_tokens, load_details
 from proxy.errors import EngineError
+from proxy.extras.binary_route.client import MAX_PROMPT_TOKENS, FramesClient, Ranked
+from proxy.extras.binary_route.frames import MISSING_LOGPROB, CallEnd
 from proxy.records import Ids, RoutedExperts, VersionSpan
-from proxy.routed_experts import load, load_text
+from proxy.records.alternatives import MAX_ALTERNATIVES
+from proxy.records.routed_experts import load, load_text
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"

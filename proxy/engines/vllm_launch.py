@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 from proxy.engines import vllm_platform
 from proxy.engines.vllm_key import RequireKey
 from proxy.engines.vllm_nodes import HEADLESS
-from proxy.imports import importing
+from proxy.machine.command_line import importing
 from proxy.secrecy import from_pipe
 
 MODULE = "vllm.entrypoints.openai.api_server"

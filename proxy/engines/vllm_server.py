@@ -25,15 +25,15 @@ from pydantic import Field
 from proxy.engines import guard, vllm_early, vllm_platform
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_early import EarlyServer
-from proxy.engines.vllm_frames import FramesRoute
 from proxy.engines.vllm_key import RequireKey
 from proxy.engines.vllm_launch import EarlyOrders
 from proxy.engines.vllm_log import cause_of_end
 from proxy.engines.vllm_nodes import ServerPart, node_environment
 from proxy.errors import ConfigurationError, EngineError
-from proxy.port import http_url, loopback, usable_port
+from proxy.extras.binary_route.vllm import FramesRoute
+from proxy.machine.port import http_url, loopback, usable_port
 from proxy.secrecy import inherited, pipe_with
-from proxy.section import Section
+from proxy.settings.section import Section
 
 HEALTH_INTERVAL_S = 0.2
 """Time between health checks of a starting server, which does not report that it is ready."""

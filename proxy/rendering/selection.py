@@ -20,11 +20,11 @@ from renderers.configs import DefaultRendererConfig
 
 from proxy.config import RenderingConfig
 from proxy.errors import ConfigurationError, RequestError
-from proxy.plugins import load_plugin
 from proxy.rendering.chat_template import ChatTemplate
 from proxy.rendering.families import GLM_TAGS, GLM_TIGHT_TAGS, QWEN_TAGS, Family, family_of
 from proxy.rendering.harmony_vocabulary import harmony_vocabulary
 from proxy.rendering.tokenizer import Tokenizer
+from proxy.settings.plugins import load_plugin
 
 TEMPLATE = "template"
 """The checkpoint's own chat template, for families that `renderers` does not know."""

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from proxy.alternatives import CollectedAlternatives
 from proxy.conversation.free_form import with_free_calls
 from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.generation import Generation
+from proxy.extras.schedule.admission import RoomClaim
 from proxy.records import (
     FinishReason,
     ForkCause,
@@ -28,13 +27,13 @@ from proxy.records import (
     ids_of,
     logprobs_of,
 )
+from proxy.records.alternatives import CollectedAlternatives
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS
 from proxy.rendering.stream import AnswerParser
 from proxy.rendering.whole import WholeParser
-from proxy.scheduling.admission import RoomClaim
-from proxy.seams import Seam
+from proxy.routing.generation import Generation, Seam
 from proxy.serving.asked import Asked
 from proxy.serving.text_tokens import TextTokens
 from proxy.wire.dialect import Outcome, Piece, SampledToken

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from proxy.metrics import Metrics
 from proxy.records import Turn
 from proxy.rendering.rendering import Rendering
-from proxy.routing import Router
+from proxy.routing.router import Router
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.ownership import Ownership
 from proxy.store.protocol import Store

@@ -30,12 +30,12 @@ from proxy.branching.prefix import Recognised, RecordedPrefix
 from proxy.branching.tolerance import Tolerance
 from proxy.conversation.messages import Conversation, Message
 from proxy.errors import Diverged
-from proxy.profiles import AgentProfile
 from proxy.records import FOLDER, BranchMode, Origin, Session, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Asked
 from proxy.serving.forced_call import place_call
 from proxy.serving.retries import Replay, RetryBook, in_another_form
+from proxy.settings.profiles import AgentProfile
 from proxy.store.protocol import Store, Undelivered
 from proxy.token_tree import Node, TokenTree
 from proxy.wire.dialect import Outcome

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from proxy.config import LimitsConfig
 from proxy.errors import HeldElsewhere, ProxyError, RequestError
-from proxy.http_request import (
+from proxy.http.server import (
     BodiesInFlight,
     HeldBody,
     api_key,
@@ -32,7 +32,7 @@ from proxy.http_request import (
     read_in_time,
     receive_body,
 )
-from proxy.logs import CallLog
+from proxy.machine.logs import CallLog
 from proxy.metrics import Metrics
 from proxy.serving.asked import Caller
 from proxy.serving.call import LiveCall

@@ -26,8 +26,8 @@ from aiohttp import web
 
 from proxy.config import ListenConfig
 from proxy.errors import HeldElsewhere, ProxyError
-from proxy.http_request import is_sent, read_body, read_in_time, until_sent
-from proxy.port import http_url
+from proxy.http.server import is_sent, read_body, read_in_time, until_sent
+from proxy.machine.port import http_url
 
 _log = logging.getLogger(__name__)
 

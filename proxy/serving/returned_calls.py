@@ -14,7 +14,7 @@ from typing import Any
 
 from proxy.conversation.messages import Conversation, Message, ToolCall
 from proxy.conversation.tidied import tidied
-from proxy.profiles import AgentProfile
+from proxy.settings.profiles import AgentProfile
 
 KEPT_BYTES = 2**18
 """Arguments of tidied calls that a session keeps in memory; others are read again."""

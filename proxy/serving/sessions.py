@@ -25,7 +25,6 @@ import shortuuid
 from proxy.config import SessionsConfig
 from proxy.conversation.message_keys import KnownKeys
 from proxy.errors import RequestError, SessionError, StoreError
-from proxy.profiles import AgentProfile, Profiles
 from proxy.records import (
     Mark,
     Origin,
@@ -40,6 +39,7 @@ from proxy.serving.asked import Asked
 from proxy.serving.branch import LiveBranch, open_branch
 from proxy.serving.retries import RetryBook
 from proxy.serving.returned_calls import ReturnedCalls
+from proxy.settings.profiles import AgentProfile, Profiles
 from proxy.store.protocol import Store, Undelivered
 from proxy.token_tree import TokenTree
 

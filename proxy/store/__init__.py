@@ -7,7 +7,7 @@ For a store from outside the package, the URL's scheme is the import path of its
 
 from __future__ import annotations
 
-from proxy.plugins import load_plugin
+from proxy.settings.plugins import load_plugin
 from proxy.store.protocol import Durability, OpenStore, Store
 
 STORES = {

@@ -158,7 +158,7 @@ class SavedRule:
 
     name: str
     query: bytes
-    """JSON, as `proxy/search/rules.py` writes it."""
+    """JSON, as `proxy/extras/rules/rules.py` writes it."""
     created_at: float
 
 

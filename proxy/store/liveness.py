@@ -13,7 +13,7 @@ import struct
 import sys
 from pathlib import Path
 
-from proxy.file_lock import is_locked
+from proxy.machine.file_lock import is_locked
 
 _BYTES = sys.platform == "linux"
 """Whether bytes of one file are locked. Numbers are never used twice, so that a file that a killed

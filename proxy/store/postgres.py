@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, QuotaReached, SessionError, StoreError
 from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
+from proxy.secrecy import without_password
 from proxy.store import layout, postgres_policies, postgres_quotas, quota_rows, rows
 from proxy.store import postgres_statements as statements
 from proxy.store.postgres_browser import PostgresBrowser
@@ -30,7 +31,6 @@ from proxy.store.protocol import (
     TurnConflict,
     Undelivered,
 )
-from proxy.store_address import without_password
 
 SCHEMA_LOCK = 0x61677279
 

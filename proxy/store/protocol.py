@@ -165,7 +165,7 @@ class Store(Protocol):
 
     async def others(self) -> list[str]:
         """The addresses of the other living processes on this store that do not share its port.
-        Those of a SQLite store do (`proxy/siblings.py`), so that it has none."""
+        Those of a SQLite store do (`several_processes/siblings.py`), so that it has none."""
         ...
 
     async def holder(self, session_id: str) -> str | None:

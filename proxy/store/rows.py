@@ -15,7 +15,6 @@ import numpy as np
 import orjson
 from msgspec.structs import replace
 
-from proxy import alternatives, routed_experts
 from proxy.errors import ProxyError, SessionError, StoreError
 from proxy.records import (
     BranchMode,
@@ -33,6 +32,8 @@ from proxy.records import (
     Turn,
     TurnStatus,
     VersionSpan,
+    alternatives,
+    routed_experts,
 )
 from proxy.store.protocol import Undelivered
 

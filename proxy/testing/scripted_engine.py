@@ -21,9 +21,10 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from proxy.engines import sglang, vllm, vllm_metrics
-from proxy.engines.frames import PATH as FRAMES
-from proxy.port import http_url
+from proxy.engines import vllm, vllm_metrics
+from proxy.extras.binary_route.frames import PATH as FRAMES
+from proxy.extras.engines import sglang
+from proxy.machine.port import http_url
 from proxy.testing.scripted_frames import ScriptedRefusal, ScriptedSocket
 from proxy.testing.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
 

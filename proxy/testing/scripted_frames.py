@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from aiohttp import WSMsgType, web
 
-from proxy import routed_experts
-from proxy.engines.frames_server import FramesConnection, Output
+from proxy.extras.binary_route.server import FramesConnection, Output
+from proxy.records import routed_experts
 
 Answer = Callable[[dict[str, Any], "ScriptedSocket"], AsyncIterator[dict[str, Any]]]
 """The bodies of the events of a call, in vLLM's form. Raises ScriptedRefusal."""
@@ -29,7 +29,7 @@ class ScriptedRefusal(Exception):
 
 
 class ScriptedSocket:
-    """Implements `proxy.engines.frames_server.Socket` with aiohttp's."""
+    """Implements `proxy.extras.binary_route.server.Socket` with aiohttp's."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -65,7 +65,7 @@ class ScriptedSocket:
 
 
 class _Source:
-    """Implements `proxy.engines.frames_server.TokenSource`."""
+    """Implements `proxy.extras.binary_route.server.TokenSource`."""
 
     def __init__(self, answer: Answer, socket: ScriptedSocket) -> None:
         self._answer = answer

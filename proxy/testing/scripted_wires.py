@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from proxy import routed_experts
-from proxy.engines import completions, sglang, vllm
-from proxy.engines.frames import MISSING_LOGPROB
-from proxy.records import RoutedExperts
+from proxy.engines import vllm
+from proxy.extras.binary_route.frames import MISSING_LOGPROB
+from proxy.extras.engines import completions, sglang
+from proxy.records import RoutedExperts, routed_experts
 
 FaultKind = Literal["error", "die", "stall", "abort", "missing_logprob", "nonsense"]
 

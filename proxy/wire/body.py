@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from proxy.conversation import Conversation
 from proxy.conversation.json_values import is_deeper, loads
 from proxy.errors import RequestError
-from proxy.profiles import AgentProfile
+from proxy.settings.profiles import AgentProfile
 from proxy.wire.dialect import Call, Dialect, Headers
 from proxy.wire.fields import Fields
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from proxy.plugins import load_plugin
+from proxy.settings.plugins import load_plugin
 from proxy.wire.dialect import Dialect
 
 DIALECTS = {

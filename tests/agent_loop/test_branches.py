@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agent_loop.credit import CreditConfig, assign_credit
 from agent_loop.records import (
     CALL_CHARS,
     AgentEnd,
@@ -24,7 +23,8 @@ from agent_loop.records import (
     Task,
 )
 from agent_loop.trajectory import build_segments, flatten
-from agent_loop.trial_outcome import Attempt, build_rollout
+from agent_loop.trial.credit import CreditConfig, assign_credit
+from agent_loop.trial.outcome import Attempt, build_rollout
 from proxy.conversation.messages import Message, ToolCall, dump_answer
 from proxy.errors import SessionError
 from proxy.records import Origin, Session, SessionKind, SessionStatus, Turn, TurnStatus

@@ -9,7 +9,7 @@ import numpy as np
 from agent_loop.records import Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.reported import LauncherReward
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.client import ProxyClient
 from proxy.records import Origin, SessionKind
 from tests.agent_loop.asking_agent import AskingAgent

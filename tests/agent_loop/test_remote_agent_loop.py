@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from agent_loop.credit import CreditConfig
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
-from agent_loop.trial_config import RecordingConfig, SamplingConfig, TrialConfig
+from agent_loop.trial.config import RecordingConfig, SamplingConfig, TrialConfig
+from agent_loop.trial.credit import CreditConfig
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.records import Reward, SessionKind
 from proxy.testing.scripted_engine import Fault

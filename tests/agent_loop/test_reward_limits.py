@@ -8,11 +8,11 @@ from fractions import Fraction
 
 import pytest
 
-from agent_loop.credit import CreditConfig, assign_credit
 from agent_loop.errors import CreditError, RewardError
 from agent_loop.records import AgentEnd, AgentResult, Graded, Rollout, Task
 from agent_loop.reward_values import REWARD_LIMIT, graded, number
-from agent_loop.trial_outcome import Attempt, build_rollout
+from agent_loop.trial.credit import CreditConfig, assign_credit
+from agent_loop.trial.outcome import Attempt, build_rollout
 from proxy.records import Reward, Turn
 from tests.agent_loop.recorded import turn
 

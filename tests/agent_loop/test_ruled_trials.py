@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from agent_loop.records import AgentEnd, AgentResult, Graded, RolloutStatus, Task
-from agent_loop.salvage import SalvageConfig
-from agent_loop.trial_outcome import Attempt, build_rollout
+from agent_loop.trial.outcome import Attempt, build_rollout
+from agent_loop.trial.salvage import SalvageConfig
+from proxy.extras.rules.rules import RuleConfig, RuleQuery
 from proxy.records import Mark, Reward, RuleAction
-from proxy.search.rules import RuleConfig, RuleQuery
 from tests.agent_loop.recorded import turn
 from tests.agent_loop.test_remote_agent_loop import run
 from tests.proxy.conftest import StartProxy, checkpoint, rendering, start_proxy  # noqa: F401

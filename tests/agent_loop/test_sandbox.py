@@ -23,10 +23,11 @@ from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import VerifierConfig
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from harbor_sdk.sandbox import SandboxError, require_privilege
-from proxy import landlock, wall
+from proxy import wall
 from proxy.errors import ConfigurationError
+from proxy.machine import landlock
 from proxy.records import SessionKind
 from proxy.wall import Wall
 from tests.proxy.conftest import RunningProxy

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from agent_loop.swarm import AsyncSwarmClient
-from proxy.relay.fingerprint import fingerprint
-from proxy.relay.protocol import PATH as RELAY_PATH
-from proxy.relay.protocol import PROTOCOL_VERSION
+from agent_loop.extras.swarm import AsyncSwarmClient
+from proxy.extras.relay.fingerprint import fingerprint
+from proxy.extras.relay.protocol import PATH as RELAY_PATH
+from proxy.extras.relay.protocol import PROTOCOL_VERSION
 from tests.attacks.bodies import BODIES, CONTROL, HARBOR, SWARM
 from tests.attacks.hostile import Attack, Body, Call, Fuzzer
 from tests.attacks.server import Server, running_server
@@ -288,9 +288,9 @@ async def _relay(folder: Path) -> AsyncIterator[Fuzzer]:
 @asynccontextmanager
 async def _swarm(folder: Path) -> AsyncIterator[Fuzzer]:
     """Its trainer has no model and takes every batch."""
-    trainer = (sys.executable, "-m", "tests.agent_loop.swarm.scripted_trainer")
+    trainer = (sys.executable, "-m", "tests.agent_loop.extras.swarm.scripted_trainer")
     files = (str(write_checkpoint(folder / "model")), str(folder / "batches.jsonl"))
-    serve = ("tests.agent_loop.swarm.serve_process", "127.0.0.1:0", str(folder))
+    serve = ("tests.agent_loop.extras.swarm.serve_process", "127.0.0.1:0", str(folder))
     log = folder / "server.log"
     async with running_server(*serve, *trainer, *files, log=log, AGENTIC_SWARM_TOKEN=TOKEN) as at:
         yield SwarmFuzzer(at, TOKEN)

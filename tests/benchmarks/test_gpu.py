@@ -25,10 +25,10 @@ from benchmarks.gpu.record import PLAN, Record, figures
 from benchmarks.train.workloads import make_groups
 from trainer.batch import build_batch
 from trainer.cluster.device_plan import Gpu, plan_devices
-from trainer.config_sources import load
 from trainer.policy.checkpoint_type import checkpoint_type
 from trainer.policy.scorer import use_packed_rows
 from trainer.policy.shrink import VOCABULARY, shrunk
+from trainer.settings.sources import load
 
 STEPS = [
     {"step": 0, "time": 5.0, "eval/success": 0.5},

@@ -290,7 +290,7 @@ def _strings(tree: ast.Module, where: str, uses: Uses, declared: frozenset[str])
     )
     speaks_to_vllm = (
         (file.match("proxy/engines/*.py") and file.name not in SERVERS_OF_OTHERS)
-        or file.match("proxy/relay/engine_weights.py")
+        or file.match("proxy/extras/relay/engine_weights.py")
         or file.match("trainer/weight_sync/control.py")
     )
     # What starts vLLM gives it flags that our command lines have as well, like --port.

@@ -16,7 +16,7 @@ import orjson
 import yaml
 from aiohttp import web
 
-from proxy.http_request import app_runner
+from proxy.http.server import app_runner
 
 KINDS = {
     "v1": {"services": "Service", "configmaps": "ConfigMap", "secrets": "Secret"}

@@ -167,7 +167,7 @@ def test_only_the_volume_is_writable(proxy_image: Image, path: str) -> None:
 
 
 def test_worker_is_in_proxy_image(proxy_image: Image) -> None:
-    assert proxy_image.call(["python3", "-m", "proxy.relay", "--help"]) == 0
+    assert proxy_image.call(["python3", "-m", "proxy.extras.relay", "--help"]) == 0
     assert proxy_image.call(["python3", "-c", "import gcsfs, s3fs"]) == 0
 
 

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from proxy.client import ProxyClient, SessionHandle
-from proxy.port import free_port
+from proxy.machine.port import free_port
 from proxy.records import Turn, TurnStatus
 from tests.deploy.compose import COMPOSE, Image, Project, composed, postgres_image, text_of
 from tests.deploy.isolation import PATH, skip_without_mounts

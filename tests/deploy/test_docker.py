@@ -21,7 +21,7 @@ import pytest
 
 from tests.deploy.manifests import ROOT, dockerfiles, instructions
 from tests.needs import needs
-from trainer.config_sources import load
+from trainer.settings.sources import load
 
 OBJECT_STORES = ("s3", "gcs")
 """Extras for published weights and copies of checkpoints."""

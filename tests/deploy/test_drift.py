@@ -13,12 +13,12 @@ import pytest
 from pydantic import SecretStr
 
 from harbor_sdk.server.config import ServerConfig
-from proxy.admin_key import with_admin_key
 from proxy.app import build_app
 from proxy.cli import main
 from proxy.config import ProxyConfig, load_config
+from proxy.extras.relay.worker import WorkerConfig
+from proxy.keys import with_admin_key
 from proxy.metrics import Metrics
-from proxy.relay.worker import WorkerConfig
 from tests.deploy.manifests import (
     KUSTOMIZE,
     NAMESPACES,
@@ -124,7 +124,7 @@ def test_metric_of_the_autoscaler_is_exposed() -> None:
 def test_variables_of_a_worker_are_its_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for program in of_kind("python3", "-m", "proxy.relay"):
+    for program in of_kind("python3", "-m", "proxy.extras.relay"):
         for name, value in program.variables.items():
             if name == "FSSPEC_CONFIG_DIR":
                 assert value.startswith(f"{SECRETS}/")
@@ -151,7 +151,7 @@ def test_vllm_listens_at_the_address_of_its_proxy_or_worker() -> None:
     for program in proxies():
         for engine in json.loads(program.variables.get("AGENTIC_PROXY_ENGINES", "[]")):
             assert engine["url"].endswith(":8001")
-    for program in of_kind("python3", "-m", "proxy.relay"):
+    for program in of_kind("python3", "-m", "proxy.extras.relay"):
         assert program.variables["AGENTIC_WORKER_ENGINE"] == "http://127.0.0.1:8001"
 
 

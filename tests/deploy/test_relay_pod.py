@@ -33,8 +33,8 @@ from tests.e2e.test_weight_sync import TOLERANCE, policy_of
 from tests.file_server import serving_files
 from tests.namespaces import machines
 from tests.needs import needs
-from tests.proxy.relay.weights_engine import Publications
-from trainer.weight_sync.publisher import Publisher
+from tests.proxy.extras.relay.weights_engine import Publications
+from trainer.extras.relay.published_weights import Publisher
 
 pytestmark = needs_tools
 KEYS = {"admin-key": "an-admin-key-of-the-tests", "relay-token": "a-token-of-the-relay"}
@@ -47,7 +47,7 @@ SECRETS = {
 }
 WITHOUT_MODEL = """
 from aiohttp import web
-from tests.proxy.relay.weights_engine import WeightsEngine
+from tests.proxy.extras.relay.weights_engine import WeightsEngine
 engine = WeightsEngine(lambda _: [5, 2])
 web.run_app(engine.build_app(), host="127.0.0.1", port=8001, print=None)
 """
@@ -233,7 +233,7 @@ def test_key_of_a_service_account_in_the_secret_is_what_gs_uses(tmp_path: Path) 
     access = {"gs": {"token": str(tmp_path / "google-key")}}
     (tmp_path / "fsspec.json").write_text(json.dumps(access))
     program = """
-from proxy.weights.file_system import FileSystem
+from proxy.extras.relay.weights.file_system import FileSystem
 print(FileSystem.at("gs://bucket/weights").files.credentials.credentials.service_account_email)
 """
     found = subprocess.run(

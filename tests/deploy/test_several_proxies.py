@@ -20,10 +20,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from agent_loop.patience import AWAY
 from agent_loop.trajectory import build_segments, flatten
-from proxy.client import ProxyClient, ProxyClientError, SessionHandle
-from proxy.port import free_port
+from proxy.client import AWAY, ProxyClient, ProxyClientError, SessionHandle
+from proxy.machine.port import free_port
 from proxy.records import Turn, TurnStatus
 from proxy.serving.forwarding import PROBE_EVERY_S, PROBE_TIMEOUT_S
 from proxy.testing.scripted_engine import ScriptedEngine

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from agent_loop.swarm.token import TOKEN_FILE_VARIABLE
+from agent_loop.extras.swarm.token import TOKEN_FILE_VARIABLE
 from harbor_sdk.server.config import ServerConfig
-from proxy.admin_key import FILE_VARIABLE
 from proxy.engines.vllm_server import VllmConfig, VllmServer, server_environment
+from proxy.keys import FILE_VARIABLE
 from tests.deploy.manifests import (
     NAMESPACES,
     ROOT,
@@ -30,7 +30,7 @@ from tests.deploy.manifests import (
 )
 from tests.deploy.test_kubernetes import selects
 from trainer.config import TrainerConfig
-from trainer.config_sources import load
+from trainer.settings.sources import load
 from trainer.weight_sync.transports import Backend
 
 pytestmark = needs_tools

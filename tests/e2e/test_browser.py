@@ -25,9 +25,9 @@ import pytest
 from aiohttp import web
 
 from harbor_sdk.server import guard as harbor_guard
-from proxy import web_guard
-from tests.agent_loop.swarm.conftest import TOKEN as SWARM_TOKEN
-from tests.agent_loop.swarm.conftest import StartSwarm, start_swarm  # noqa: F401
+from proxy.http import web_guard
+from tests.agent_loop.extras.swarm.conftest import TOKEN as SWARM_TOKEN
+from tests.agent_loop.extras.swarm.conftest import StartSwarm, start_swarm  # noqa: F401
 from tests.harbor_sdk.scripted_server import TOKEN as HARBOR_TOKEN
 from tests.harbor_sdk.scripted_server import ScriptedTrials, serving
 from tests.needs import needs

@@ -21,18 +21,18 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from agent_loop.integrations.skyrl import AgentGenerator
+from agent_loop.extras.other_trainers.skyrl import AgentGenerator
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Task
-from agent_loop.trial_outcome import Attempt, build_rollout
+from agent_loop.trial.outcome import Attempt, build_rollout
 from proxy.conversation.messages import Conversation, Message, ToolCall, dump_answer
 from proxy.conversation.recorded import dump_request
-from proxy.export.protocol import Row, Sample
-from proxy.export.registry import open_format
+from proxy.extras.export.protocol import Row, Sample
+from proxy.extras.export.registry import open_format
 from proxy.records import Turn
 from tests.agent_loop.recorded import turn as a_turn
 from tests.agent_loop.scripted_loop import ClosableLoop
 from tests.needs import needs
-from tests.proxy.export.trees import a_session
+from tests.proxy.extras.export.trees import a_session
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.correction import Correction
 from trainer.batch import build_batch

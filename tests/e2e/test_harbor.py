@@ -133,7 +133,7 @@ async def test_killed_server_leaves_nothing_running_and_reports_lost_runs(
 _LOCAL = """
 import asyncio, sys
 from pathlib import Path
-from agent_loop.launchers.harbor import HarborLauncher, HarborConfig
+from agent_loop.extras.harbor.launcher import HarborLauncher, HarborConfig
 from agent_loop.records import Trial
 from agent_loop.records import Task
 

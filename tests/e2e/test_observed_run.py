@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 
+from proxy.extras.telemetry import trial_context
+from proxy.extras.view.run_folder import reading
 from proxy.run_files.files import read_jsonl
 from proxy.store.browser import TurnHead
-from proxy.telemetry import trial_context
-from proxy.view.run_folder import reading
 from tests.e2e import perfetto, phoenix
 from tests.e2e.phoenix import Spans
 from tests.needs import needs
 from tests.pages import ROOT
-from tests.proxy.view import chromium
+from tests.proxy.extras.view import chromium
 from trainer.run.folder import RunFolder
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]

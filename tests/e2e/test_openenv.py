@@ -17,11 +17,11 @@ import httpx
 import pytest
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from agent_loop.launchers.openenv import OpenEnvConfig
+from agent_loop.extras.environments.openenv import OpenEnvConfig
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.reported import LauncherReward
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.records import SessionKind
 from tests.e2e.agents.conftest import checkpoint, rendering, start_proxy
 from tests.needs import needs

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.port import free_port
+from proxy.machine.port import free_port
 from tests.e2e.reader import Reader, prints
 from tests.pages import LANGUAGES, NEEDS, PAGES, ROOT, Block, blocks_of, name_of
 

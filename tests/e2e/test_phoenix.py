@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from proxy.telemetry import trial_context
+from proxy.extras.telemetry import trial_context
 from tests.e2e import phoenix as program
 from tests.e2e.phoenix import Phoenix
 from tests.needs import needs
 from tests.proxy.conftest import StartProxy, checkpoint, rendering, start_proxy  # noqa: F401
-from tests.proxy.view.recording import work
+from tests.proxy.extras.view.recording import work
 
 pytestmark = [pytest.mark.long, needs(program.MISSING)]
 

@@ -23,12 +23,12 @@ from agent_loop.records import Group, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.tasks import Source, TaskStream
-from agent_loop.trial_config import SamplingConfig, TrialConfig
+from agent_loop.trial.config import SamplingConfig, TrialConfig
 from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.engines.vllm_server import VllmServer
-from proxy.http_request import app_runner
+from proxy.http.server import app_runner
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from proxy.engines.vllm_server import VllmConfig
+from proxy.extras.relay.weights.publication import ADAPTER_FILE, ProbeScores
 from proxy.records import Turn
-from proxy.weights.publication import ADAPTER_FILE, ProbeScores
 from tests.e2e.test_adapter_sync import disturb, policy_of
 from tests.e2e.test_gloo_engines import START_TIMEOUT_S
 from tests.e2e.test_relay_weights import Home, Site, check_turn, home
@@ -25,10 +25,10 @@ from tests.e2e.test_weight_sync import IDS, TOLERANCE, score_ids
 from tests.e2e.test_weight_sync import policy_of as whole_policy_of
 from tests.file_server import serving_files
 from tests.namespaces import machines
+from trainer.extras.relay.published_adapters import AdapterPublisher
+from trainer.extras.relay.published_weights import Published
 from trainer.policy.adapter import RandomAdapter, adapter_arguments, adapter_config
 from trainer.policy.policy import Policy
-from trainer.weight_sync.adapter_publisher import AdapterPublisher
-from trainer.weight_sync.publisher import Published
 
 POLICY = "shop"
 

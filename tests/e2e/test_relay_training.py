@@ -16,10 +16,10 @@ import psutil
 import pytest
 import yaml
 
+from proxy.extras.relay.weights.publication import MANIFEST, decode_manifest
 from proxy.run_files.files import read_jsonl
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter
-from proxy.weights.publication import MANIFEST, decode_manifest
 from tests.trainer.test_eval_and_collect import agentic_train, write_config
 from trainer.run.folder import RunFolder
 

@@ -27,17 +27,17 @@ from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.engines.vllm_server import VllmConfig, VllmServer
-from proxy.http_request import app_runner
+from proxy.extras.relay.weights.publication import ProbeScores
+from proxy.http.server import app_runner
 from proxy.records import Turn, TurnStatus
-from proxy.weights.publication import ProbeScores
 from tests.e2e.test_gloo_engines import START_TIMEOUT_S
 from tests.e2e.test_weight_sync import IDS, TOLERANCE, policy_of, score_ids
 from tests.file_server import serving_files
 from tests.namespaces import enter, machines
 from tests.proxy.conftest import ADMIN_KEY
+from trainer.extras.relay.published_weights import Published, Publisher, described
 from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl
-from trainer.weight_sync.publisher import Published, Publisher, described
 
 TOKEN = "a-token-of-the-relay"
 
@@ -90,7 +90,7 @@ class Site:
             with self.log.open("ab") as log:
                 self._worker = subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "proxy.relay", "--proxy", self._proxy),
+                        *(sys.executable, "-m", "proxy.extras.relay", "--proxy", self._proxy),
                         *("--engine", self._server.url, "--model", str(self._model)),
                         *("--name", self._name, "--weights-url", self._published),
                         *("--weights-folder", str(self._folder / f"{self._name}-weights")),

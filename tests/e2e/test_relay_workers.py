@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent_loop.trial_list import read_lines
+from agent_loop.producers.trial_list import read_lines
 from proxy.store import open_store
 from tests.trainer.test_eval_and_collect import agentic_train, write_config
 

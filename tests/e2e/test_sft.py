@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from proxy.run_files.files import read_jsonl
-from tests.trainer.sft.recorded import write_sessions
+from tests.trainer.extras.sft.recorded import write_sessions
 from trainer.cli import main
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
@@ -79,7 +79,9 @@ def test_killed_run_continues_with_the_same_batches_to_the_same_weights(
     )
     done = run("sft", "--config", str(whole))
     assert done.returncode == 0, done.stderr
-    dead = run("sft", "--config", str(killed), killed_at=("trainer.sft.fit:ImitateBatch.on", 6))
+    dead = run(
+        "sft", "--config", str(killed), killed_at=("trainer.extras.sft.fit:ImitateBatch.on", 6)
+    )
     assert dead.returncode == -signal.SIGKILL
     assert [line["step"] for line in metrics(tmp_path, "killed")] == [1, 2, 3, 4, 5]
     again = run("sft", "--config", str(killed))  # the same command continues

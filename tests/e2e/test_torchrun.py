@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from proxy.port import free_port
+from proxy.machine.port import free_port
 from tests.e2e.steady_agent import TURNS
 from tests.e2e.test_train_process import (
     STEPS,

@@ -328,7 +328,7 @@ def engine_core(server: int) -> int:
 
 def test_low_level_main_trains_an_agent(engine: str, tiny_model: Path, tmp_path: Path) -> None:
     configure(tmp_path, tiny_model, {"urls": [engine]})
-    program = ["-m", "trainer.main_low_level", "--config", str(tmp_path / "config.yaml")]
+    program = ["-m", "trainer.mains.low_level", "--config", str(tmp_path / "config.yaml")]
     argv = [sys.executable, *program, "trainer.steps=2"]
     with Train(argv, tmp_path / "words", tmp_path / "said.log") as run:
         assert run.wait() == 0, run.said

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.launchers.verifiers import VerifiersConfig
+from agent_loop.extras.environments.verifiers import VerifiersConfig
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.reported import LauncherReward
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.records import SessionKind
 from tests.e2e.agents.conftest import checkpoint, rendering, start_proxy
 from tests.needs import needs

@@ -12,14 +12,14 @@ import pytest
 from msgspec import structs
 
 from proxy.engines.address import EngineAddress
-from proxy.engines.completions import CompletionsEngine
-from proxy.engines.frames_client import FramesClient
 from proxy.engines.http_engine import HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmServer
 from proxy.errors import EngineError, EngineRefusal, ProxyError, RequestError
+from proxy.extras.binary_route.client import FramesClient
+from proxy.extras.engines.completions import CompletionsEngine
 from proxy.records import FinishReason
 from tests.conftest import TINY_CONTEXT_TOKENS
 from tests.proxy.pushed import chunks_of

@@ -9,10 +9,9 @@ from proxy.engines.protocol import Chunk, Sampling, Take
 from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmServer
 from proxy.errors import EngineError
-from proxy.generation import Generation
 from proxy.records import FinishReason, Ids
-from proxy.routing import Router
-from proxy.seams import Seam
+from proxy.routing.generation import Generation, Seam
+from proxy.routing.router import Router
 from tests.proxy.pushed import pieces_of
 
 pytestmark = pytest.mark.engine

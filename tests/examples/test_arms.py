@@ -8,7 +8,7 @@ import pytest
 from benchmarks.arms import Curve, Evaluation, Study, is_over, row, svg
 from benchmarks.compaction.__main__ import STUDY as COMPACTION
 from benchmarks.rewind.__main__ import STUDY as REWIND
-from trainer.config_sources import load
+from trainer.settings.sources import load
 
 
 def test_goal_is_the_first_of_two_evaluations_in_a_row(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from proxy.agents import AgentProgram
+from proxy.commands.agent_environment import AgentProgram
 from trainer.config import TrainerConfig
-from trainer.config_sources import dump, load
+from trainer.settings.sources import dump, load
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [

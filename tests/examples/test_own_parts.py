@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from agent_loop.credit import CreditConfig, assign_credit
 from agent_loop.errors import CreditError
 from agent_loop.producers.groups import ProductionError
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, Rollout, Task
 from agent_loop.tasks import DataConfig, Source, TaskStream, training_tasks
+from agent_loop.trial.credit import CreditConfig, assign_credit
 from examples.own_parts.partial_grade import grade
 from examples.quickstart.shop import right_answer
 from proxy.errors import ConfigurationError
@@ -26,10 +26,10 @@ from tests.agent_loop.scripted_loop import ScriptedLoop
 from tests.trainer.rollouts import group, rollout
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch, build_batch
-from trainer.config_sources import load
 from trainer.errors import ConfigError, TrainingError
 from trainer.run.log import LoggingConfig
 from trainer.run.own_metrics import OwnMetrics, own_metrics
+from trainer.settings.sources import load
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/own_parts"

@@ -20,8 +20,8 @@ from proxy.engines import vllm_platform
 from trainer import assembly, start
 from trainer.cli import main
 from trainer.cluster.device_plan import Gpu, plan_devices
-from trainer.config_sources import load
 from trainer.policy import memory
+from trainer.settings.sources import load
 
 ROOT = Path(__file__).parents[2]
 RECIPES = Path("examples/recipes")

@@ -16,7 +16,7 @@ from aiohttp import web
 from proxy.app import STORE, build_app
 from proxy.client import ProxyClient, SessionHandle
 from proxy.config import ProxyConfig, RenderingConfig, load_config
-from proxy.http_request import app_runner
+from proxy.http.server import app_runner
 from proxy.records import Session, SessionKind, Turn
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from proxy.http_request import app_runner
+from proxy.http.server import app_runner
 
 WAIT_S = 60.0
 

@@ -10,9 +10,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from proxy.engines.protocol import Chunk, Engine, Sampling
-from proxy.generation import Generation
 from proxy.records import Ids
-from proxy.seams import Seam
+from proxy.routing.generation import Generation, Seam
 
 Item = TypeVar("Item")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import aiohttp
 
-from proxy.key_file import KeyFile, lines
+from proxy.keys import KeyFile, lines
 from tests.proxy.conftest import ADMIN_KEY, StartProxy
 
 

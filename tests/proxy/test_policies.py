@@ -13,14 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from proxy.engines.protocol import Sampling
-from proxy.engines.sglang import SglangEngine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
-from proxy.generation import Generation
+from proxy.extras.engines.sglang import SglangEngine
 from proxy.policies import Policies
 from proxy.records import ServedPolicy, VersionSpan
-from proxy.routing import Router
-from proxy.seams import Cause, Seam
+from proxy.routing.generation import Cause, Generation, Seam
+from proxy.routing.router import Router
 from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from tests.proxy.pushed import pieces_of
 

@@ -12,10 +12,15 @@ import yaml
 
 from proxy.config import load_config
 from proxy.errors import ConfigurationError
-from proxy.relay.worker_process import worker_config
-from proxy.shown_config import flat_config, is_secret, without_credentials, without_secrets
-from proxy.store_address import without_password
-from proxy.view.run_folder import RecordedRun
+from proxy.extras.relay.worker_process import worker_config
+from proxy.extras.view.run_folder import RecordedRun
+from proxy.secrecy import (
+    flat_config,
+    is_secret,
+    without_credentials,
+    without_password,
+    without_secrets,
+)
 
 S = "hunter2"
 SETTINGS: dict[str, Any] = {

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy import landlock, wall
+from proxy import wall
+from proxy.machine import landlock
 from tests.proxy import walled
 
 REFUSED = wall.missing() or landlock.missing()

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from proxy import landlock, wall
+from proxy import wall
+from proxy.machine import landlock
 
 
 def main(job: dict[str, Any]) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.learners import Learners
+from trainer.learning.policies import Learners
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from trainer import adamw
-from trainer.adamw import OneByOneAdamW, rounded
-from trainer.optimizer import OptimizerConfig, Stepper
-from trainer.saved_state import read_state, write_state
+from trainer import optimizer as adamw
+from trainer.checkpoint import read_state, write_state
+from trainer.optimizer import OneByOneAdamW, OptimizerConfig, Stepper, rounded
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 

@@ -17,9 +17,16 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from trainer.checkpoint import FORMAT, Checkpoints, as_in_source
+from trainer.checkpoint import (
+    FORMAT,
+    Checkpoints,
+    as_in_source,
+    check_whole,
+    read_metadata,
+    read_state,
+    write_state,
+)
 from trainer.errors import CheckpointError
-from trainer.saved_state import check_whole, read_metadata, read_state, write_state
 
 STATE = {
     "model": {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)},

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trainer.cli import main
-from trainer.command_lines import COMMANDS
+from trainer.commands.arguments import COMMANDS
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_help_and_version_import_neither_torch_nor_the_trainer(words: list[str])
 
 @pytest.mark.parametrize("words", [["--help"], ["watch", "--help"], ["--version"]], ids=" ".join)
 def test_help_of_the_swarms_command_imports_no_slow_module(words: list[str]) -> None:
-    assert said_without_slow_imports("agent_loop.swarm.cli", words)
+    assert said_without_slow_imports("agent_loop.extras.swarm.cli", words)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"]], ids=" ".join)

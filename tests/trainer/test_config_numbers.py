@@ -17,8 +17,8 @@ from trainer.algorithms.correction import REJECTIONS, WEIGHTS
 from trainer.algorithms.kl import ESTIMATORS
 from trainer.algorithms.policy_losses import LOSSES
 from trainer.config import TrainerConfig
-from trainer.config_sources import load
 from trainer.errors import ConfigError
+from trainer.settings.sources import load
 
 REGISTRIES = (ADVANTAGES, AGGREGATIONS, REJECTIONS, WEIGHTS, ESTIMATORS, LOSSES)
 
@@ -106,7 +106,7 @@ def test_exponent_without_a_point_is_a_number_everywhere(tmp_path: Path) -> None
 
 
 def yaml_of(tmp_path: Path, text: str) -> Any:
-    from proxy.yaml_file import read_yaml
+    from proxy.settings.yaml_file import read_yaml
 
     (tmp_path / "a.yaml").write_text(text)
     return read_yaml(tmp_path / "a.yaml")

@@ -9,8 +9,8 @@ import pytest
 
 from agent_loop.launchers.registry import OutsideLauncher
 from tests.agent_loop.installed_package import install
-from trainer.config_sources import load
 from trainer.errors import ConfigError
+from trainer.settings.sources import load
 
 MODULE = """
 from agent_loop.launchers.protocol import LauncherConfig

@@ -13,25 +13,25 @@ import pytest
 import yaml
 
 from agent_loop.endpoint_loop import Endpoint
+from agent_loop.producers.trial_list import read_lines
 from agent_loop.trajectory import flatten
-from agent_loop.trial_list import read_lines
 from proxy.config import RenderingConfig
+from proxy.extras.view.run_folder import RecordedRun
 from proxy.records import SessionKind
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
-from proxy.view.run_folder import RecordedRun
 from tests.proxy.conftest import checkpoint, rendering, start_proxy
 from tests.proxy.hosted_model import hosted_model
-from trainer.compare_command import main as compare
-from trainer.config_sources import dump, load
+from trainer.commands.compare import main as compare
+from trainer.commands.sample_trials import TrialRun, open_folder, run_trials, trial_parts
 from trainer.errors import ConfigError
+from trainer.extras.sft.config import SftConfig
+from trainer.extras.sft.demonstrations import read_demonstrations
 from trainer.run.folder import RunFolder
-from trainer.sample_trials import TrialRun, open_folder, run_trials, trial_parts
-from trainer.sft.config import SftConfig
-from trainer.sft.demonstrations import read_demonstrations
+from trainer.settings.sources import dump, load
 
 __all__ = ["checkpoint", "rendering", "start_proxy"]
 

@@ -31,7 +31,6 @@ from proxy.run_files.files import read_jsonl, truncate_jsonl
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.rollouts import VOCABULARY
 from tests.trainer.score_text import ScoreText
-from trainer import steps
 from trainer.batch import Batch
 from trainer.checkpoint import Checkpoints, Saved, random_state, restore_random_state
 from trainer.cluster.engines import RunEngines
@@ -41,9 +40,10 @@ from trainer.cluster.ranks import models_of_rank
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError, TrainingError
 from trainer.fit import Evaluates, Fit, TrainOn
-from trainer.learner import Learner
-from trainer.learners import Learners
-from trainer.models import Models
+from trainer.learning import learner as steps
+from trainer.learning.learner import Learner
+from trainer.learning.models import Models
+from trainer.learning.policies import Learners
 from trainer.policy.policy import Policy
 from trainer.policy.scores import Scores
 from trainer.run.control import RunControl, StopRequested

@@ -16,7 +16,7 @@ from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.records import Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy import wall
 from proxy.client import ProxyClient
 from proxy.control.operations import OPERATIONS

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
-from trainer import steps
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.presets import PRESETS
 from trainer.batch import build_batch
-from trainer.models import Models, build_models
+from trainer.learning import learner as steps
+from trainer.learning.models import Models, build_models
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
 from trainer.policy.model import ModelConfig

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tests.trainer.policy.test_policy import make_batch, make_policy
 from tests.trainer.rollouts import group
 from trainer.algorithms import Algorithm, AlgorithmConfig
-from trainer.batch import Batch, build_batch
-from trainer.models import Models, SaveState
+from trainer.batch import Batch, BatchPart, build_batch, joined, part_in_micro_batches
+from trainer.learning.models import Models, SaveState
 from trainer.packing import divide, lay_out
-from trainer.parts import BatchPart, joined, part_in_micro_batches
 
 
 def parts_of(batch: Batch, ranks: int, *, share_prefixes: bool = True) -> list[BatchPart]:

@@ -21,7 +21,7 @@ from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import AgentResult, FinishedTrial, Graded, Task, Trial
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.tasks import Source, TaskStream
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.run_files.files import read_jsonl
 from tests.agent_loop.asking_agent import AskingAgent
 from tests.trainer.adapter_engine import AdapterEngine

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tests.trainer.test_fit import config_of
 from trainer.config import TrainerConfig
-from trainer.config_sources import dump, load
+from trainer.settings.sources import dump, load
 
 LORA = {"rank": 8, "alpha": 4, "update": "adapter", "policy": "planner"}
 POLICIES = {

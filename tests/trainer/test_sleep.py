@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer.errors import WeightSyncError
-from trainer.learner import Learner
+from trainer.learning.learner import Learner
 from trainer.ranks_config import RanksConfig
 
 

@@ -17,7 +17,7 @@ from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import FinishedTrial, Graded, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.tasks import Source, TaskStream
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agent_loop.outside_parts import check_signature, named_function
 from proxy.errors import ConfigurationError
-from proxy.plugins import import_path, load_plugin
+from proxy.settings.plugins import import_path, load_plugin
 from trainer.errors import TrainingError
 
 

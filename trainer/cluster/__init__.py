@@ -25,7 +25,7 @@ async def open_cluster(
         yield LocalCluster(config, folder, control)
         return
     try:
-        from trainer.cluster.ray_cluster import ray_cluster
+        from trainer.extras.ray.cluster import ray_cluster
     except ImportError as error:
         raise ConfigError(f"cluster.backend=ray: {error}; run `pip install ray`") from error
     async with ray_cluster(config, folder, control) as cluster:

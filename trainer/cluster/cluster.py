@@ -13,11 +13,11 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from proxy.config import RetentionConfig, TelemetryConfig
-from proxy.section import Section
+from proxy.settings.section import Section
 from trainer.cluster.proxy_server import ProxyServerConfig
 from trainer.cluster.rank_zero import RankZero
-from trainer.cluster.relay_config import RelaySection, RelayWorkersConfig
-from trainer.cluster.relay_order import WorkerOrder
+from trainer.extras.relay.config import RelaySection, RelayWorkersConfig
+from trainer.extras.relay.order import WorkerOrder
 from trainer.ranks_config import RanksConfig
 
 

@@ -15,14 +15,13 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
-from agent_loop.patience import patiently
-from proxy.client import ProxyClient, ProxyClientError
+from proxy.client import ProxyClient, ProxyClientError, patiently
 from proxy.policies import BASE
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica
 from trainer.cluster.rank_zero import Connect, FreeMemory, RankZero, SentWeights, SyncWeights
-from trainer.cluster.relay_weights import RelayWeights
 from trainer.errors import TrainerError, WeightSyncError
+from trainer.extras.relay.weights import RelayWeights
 from trainer.run.control import first_to_end
 
 ENGINE_END_KNOWN_S = 5.0

@@ -18,7 +18,7 @@ import torch
 
 from proxy.secrecy import hide_memory
 from trainer.cluster.ranks import models_of_rank
-from trainer.models import follow
+from trainer.learning.models import follow
 from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
 

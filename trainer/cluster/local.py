@@ -36,13 +36,13 @@ from trainer.cluster.ranks import (
     rendezvous_ports,
     torchrun_seat,
 )
-from trainer.cluster.relay_config import RelayWorkersConfig
-from trainer.cluster.relay_order import WorkerOrder
-from trainer.cluster.worker_process import NODE, WorkerCommand
 from trainer.errors import TrainerError
-from trainer.learner import Learner
-from trainer.learners import Learners
-from trainer.models import Models
+from trainer.extras.relay.config import RelayWorkersConfig
+from trainer.extras.relay.order import WorkerOrder
+from trainer.extras.relay.worker_process import NODE, WorkerCommand
+from trainer.learning.learner import Learner
+from trainer.learning.models import Models
+from trainer.learning.policies import Learners
 from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.control import RunControl, first_to_end

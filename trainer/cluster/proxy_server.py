@@ -19,13 +19,13 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from agent_loop.trial_config import RecordingConfig
+from agent_loop.trial.config import RecordingConfig
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ENVIRONMENT_PREFIX
-from proxy.direct_hosts import with_direct_hosts
 from proxy.engines import guard
-from proxy.port import free_port, http_url, usable_port
-from proxy.search.rules import Rules
+from proxy.extras.rules.rules import Rules
+from proxy.machine.direct_hosts import with_direct_hosts
+from proxy.machine.port import free_port, http_url, usable_port
 from proxy.secrecy import LatePipe
 from trainer.errors import TrainerError
 

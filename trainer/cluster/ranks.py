@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from trainer.errors import ConfigError
-from trainer.models import Models, build_models
+from trainer.learning.models import Models, build_models
 from trainer.policy.parallel import Ranks, Seat
 from trainer.ranks_config import RanksConfig
 

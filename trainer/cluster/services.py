@@ -14,18 +14,18 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.admin_key import client_key
 from proxy.client import ProxyClient
-from proxy.port import usable_port
+from proxy.extras.view.access import new_link
+from proxy.keys import client_key
+from proxy.machine.port import usable_port
 from proxy.store import open_store
-from proxy.view.access import new_link
 from trainer.cluster.cluster import Cluster, ProcessesConfig, ProxyService
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.proxy_server import PORT_SETTING
 from trainer.cluster.rank_zero import FreeMemory, RankZero
-from trainer.cluster.relay_workers import RelayWorkers
 from trainer.cluster.starting import StartingEngines
 from trainer.errors import ConfigError, TrainerError
+from trainer.extras.relay.workers import RelayWorkers
 from trainer.run.control import RunControl, first_to_end
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.control import EngineControl

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.algorithms.token_loss import Metrics, ValueLossFunction
-from trainer.batch import Batch
+from trainer.batch import Batch, BatchPart
 from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch
-from trainer.parts import BatchPart
 from trainer.policy.context_parallel import of_whole
 from trainer.policy.model import DTYPES, ModelConfig, blocks, load_model
 from trainer.policy.parallel import Ranks

@@ -22,11 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from trainer.extras.hybrids.delta_memory import KernelShapes
+from trainer.extras.hybrids.delta_rule import fork_states, has_delta_layers, has_fla
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
 from trainer.policy.context_parallel import ContextRanks
-from trainer.policy.delta_memory import KernelShapes
-from trainer.policy.delta_rule import fork_states, has_delta_layers, has_fla
 from trainer.policy.model import DTYPES, ModelConfig
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth

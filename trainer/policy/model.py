@@ -21,14 +21,14 @@ from transformers import AutoConfig
 
 from proxy.policies import POLICY_NAME
 from trainer.errors import ConfigError
+from trainer.extras.experts.router_balance import check_balance
+from trainer.extras.experts.router_replay import check_replay, replay_routing
 from trainer.policy.adapter import EarlyAdapters, check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
 from trainer.policy.checkpoint_type import ComputeDtype, checkpoint_type
 from trainer.policy.cpu_linear import use_wide_products
 from trainer.policy.loading import Place, load_weights
 from trainer.policy.proof import prove
-from trainer.policy.router_balance import check_balance
-from trainer.policy.router_replay import check_replay, replay_routing
 from trainer.policy.scorer import use_packed_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -9,7 +9,7 @@ gather them from each other only; gradients are averaged over the copies, too.
 
 Invariant: several ranks compute the same as one rank, up to rounding. Rank 0 leads: it has the
 whole batch, and sends each step to the other ranks over a separate process group, with the part of
-the batch that the rank computes (`trainer.parts`). The gradient is the sum over ranks (FSDP2
+the batch that the rank computes (`trainer.batch`). The gradient is the sum over ranks (FSDP2
 computes the mean, so losses are multiplied by the number of ranks).
 """
 

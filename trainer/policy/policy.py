@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.token_loss import LossFunction, Metrics
-from trainer.batch import Batch, RowPlan
+from trainer.batch import Batch, BatchPart, RowPlan, part_in_micro_batches
 from trainer.errors import TrainingError
+from trainer.extras.experts.router_balance import RouterBalance
+from trainer.extras.experts.router_replay import check_rows
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, divide, lay_out
-from trainer.parts import BatchPart, part_in_micro_batches
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
 from trainer.policy.flops import multiplied_weights
@@ -36,8 +37,6 @@ from trainer.policy.model import (
     vocabulary,
 )
 from trainer.policy.parallel import Ranks
-from trainer.policy.router_balance import RouterBalance
-from trainer.policy.router_replay import check_rows
 from trainer.policy.scorer import CausalScorer, Scored
 from trainer.policy.scores import Scores
 from trainer.policy.trainable import TrainablePolicy, summed

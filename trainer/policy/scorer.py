@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import AttentionInterface
 
+from trainer.extras.experts.router_balance import RouterBalance
+from trainer.extras.experts.router_replay import ARGUMENT
+from trainer.extras.hybrids.delta_rule import fork_states
 from trainer.packing import MicroBatch
 from trainer.policy.attention import packed_attention
 from trainer.policy.context_parallel import of_part, of_whole
-from trainer.policy.delta_rule import fork_states
-from trainer.policy.router_balance import RouterBalance
-from trainer.policy.router_replay import ARGUMENT
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
 
 ATTENTION = "packed_paths"

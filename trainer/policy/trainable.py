@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.token_loss import LossFunction, Metrics
-from trainer.batch import Batch
+from trainer.batch import Batch, BatchPart
 from trainer.optimizer import Stepper
 from trainer.packing import MicroBatch
-from trainer.parts import BatchPart
 from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.scores import Scores

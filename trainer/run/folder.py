@@ -33,7 +33,7 @@ from typing import Any
 
 import shortuuid
 
-from proxy.file_lock import is_locked
+from proxy.machine.file_lock import is_locked
 from proxy.run_files.files import replace_file
 from trainer.errors import ConfigError
 

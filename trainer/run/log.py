@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from agent_loop.comparison import bootstrap_interval
-from agent_loop.evaluator import EvalReport, is_judged
+from agent_loop.evaluator import EvalReport, bootstrap_interval, is_judged
 from agent_loop.producers.protocol import Producer, ReportsProduction
 from agent_loop.records import Group, Rollout
 from proxy.config import TelemetryConfig
-from proxy.logs import LogLevel
+from proxy.extras.telemetry import Telemetry
+from proxy.machine.logs import LogLevel
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import remove_steps_after
-from proxy.section import Section
-from proxy.shown_config import without_secrets
-from proxy.telemetry import Telemetry
+from proxy.secrecy import without_secrets
+from proxy.settings.section import Section
+from trainer.extras.telemetry import RunTelemetry, run_attributes
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import (
     JsonlSink,
@@ -41,7 +41,6 @@ from trainer.run.now import NowFile
 from trainer.run.own_metrics import OwnMetrics, own_metrics
 from trainer.run.phases import PhaseLog
 from trainer.run.progress import Progress
-from trainer.run.telemetry import RunTelemetry, run_attributes
 from trainer.run.token_log import TokenColumns, TokenLog
 
 

@@ -27,7 +27,13 @@ from typing import Any
 import torch
 import xxhash
 
-from proxy.weights.publication import HEAD_BYTES, aligned, new_digest, segment_head, title
+from proxy.extras.relay.weights.publication import (
+    HEAD_BYTES,
+    aligned,
+    new_digest,
+    segment_head,
+    title,
+)
 
 _PIECE_BYTES = 1 << 20  # small enough that a copied piece is hashed while it is in the cache
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 
-from trainer import cpu_routed_experts, cpu_without_images
-from trainer.weight_sync import vllm_responses
+from trainer.extras.experts import cpu_routed_experts
+from trainer.weight_sync import cpu_without_images, vllm_responses
 
 
 def register() -> None:
@@ -37,7 +37,7 @@ def register_backends() -> None:
             "shm", "trainer.weight_sync.vllm_engine", "SharedMemoryEngine"
         )
         WeightTransferEngineFactory.register_engine(
-            "gloo", "trainer.weight_sync.gloo_engine", "GlooEngine"
+            "gloo", "trainer.extras.gloo.engine", "GlooEngine"
         )
         # vLLM's own, which does not check that an update is complete, is already registered.
         WeightTransferEngineFactory._registry.pop("nccl", None)
@@ -45,5 +45,5 @@ def register_backends() -> None:
             "nccl", "trainer.weight_sync.nccl_engine", "CheckedNcclEngine"
         )
         WeightTransferTrainerFactory.register_engine(
-            "gloo", "trainer.weight_sync.gloo_trainer", "GlooTrainer"
+            "gloo", "trainer.extras.gloo.trainer", "GlooTrainer"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.integrations.skyrl import AgentGenerator
+from agent_loop.extras.other_trainers.skyrl import AgentGenerator
 from agent_loop.records import Task
 from proxy.records import SessionKind
 from tests.agent_loop.scripted_loop import ClosableLoop

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.integrations.trl import AgentRollouts, trial_reward
+from agent_loop.extras.other_trainers.trl import AgentRollouts, trial_reward
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.records import Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.client import ProxyClient
 from tests.agent_loop.scripted_loop import ClosableLoop
 from tests.needs import needs

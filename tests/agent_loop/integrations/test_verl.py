@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.replica import TokenOutput
 
-    from agent_loop.integrations.verl import AgenticLoop, task_of
+    from agent_loop.extras.verl.agent_loop import AgenticLoop, task_of
 
 AGENT = Path(__file__).parent / "forking_agent.py"
 
@@ -225,7 +225,7 @@ async def test_loop_can_be_registered_by_yaml_with_its_own_settings(
     model: Path, client: ScriptedClient, tmp_path: Path
 ) -> None:
     loops = tmp_path / "loops.yaml"
-    target = "agent_loop.integrations.verl.AgenticLoop"
+    target = "agent_loop.extras.verl.agent_loop.AgenticLoop"
     loops.write_text(
         json.dumps([{"name": "ours", "_target_": target, "settings": settings(tmp_path)}])
     )

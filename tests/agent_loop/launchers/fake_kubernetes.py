@@ -19,7 +19,7 @@ import orjson
 import yaml
 from aiohttp import web
 
-from proxy.http_request import app_runner
+from proxy.http.server import app_runner
 
 Object = dict[str, Any]
 NAMESPACE = "agents"

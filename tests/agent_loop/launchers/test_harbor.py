@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import LaunchError, RewardError
-from agent_loop.launchers.harbor import RUN_FILE, HarborConfig, HarborLauncher
+from agent_loop.extras.harbor.launcher import RUN_FILE, HarborConfig, HarborLauncher
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from agent_loop.rewards.grader import Grader, GraderConfig
 from harbor_sdk import AgentRun, RunStatus

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import LaunchError
-from agent_loop.launchers import harbor_servers
-from agent_loop.launchers.harbor import HarborConfig, HarborLauncher
-from agent_loop.launchers.harbor_servers import HarborServers
+from agent_loop.extras.harbor import servers as harbor_servers
+from agent_loop.extras.harbor.launcher import HarborConfig, HarborLauncher
+from agent_loop.extras.harbor.servers import HarborServers
 from agent_loop.records import AgentEnd, Trial
 from harbor_sdk import AgentRunRequest, AgentSpec, client
 from proxy.errors import ConfigurationError
-from proxy.port import free_port
+from proxy.machine.port import free_port
 from tests.agent_loop.conftest import MakeTrial
 from tests.harbor_sdk.harbor_tasks import write_task
 from tests.harbor_sdk.scripted_server import ScriptedTrials, serving

@@ -15,8 +15,9 @@ import pytest
 from pydantic import ValidationError
 
 from agent_loop.errors import LaunchError
-from agent_loop.launchers import kubernetes, kubernetes_client
-from agent_loop.launchers.kubernetes import KubernetesConfig, KubernetesLauncher
+from agent_loop.extras.kubernetes import client as kubernetes_client
+from agent_loop.extras.kubernetes import launcher as kubernetes
+from agent_loop.extras.kubernetes.launcher import KubernetesConfig, KubernetesLauncher
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.launchers.fake_kubernetes import (

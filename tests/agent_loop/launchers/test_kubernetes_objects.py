@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.launchers.kubernetes import KubernetesConfig
-from agent_loop.launchers.kubernetes_objects import job_object
+from agent_loop.extras.kubernetes.launcher import KubernetesConfig
+from agent_loop.extras.kubernetes.objects import job_object
 from agent_loop.records import Task, Trial
 
 TRIAL = Trial(

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import LaunchError
-from agent_loop.launchers import ray_task
-from agent_loop.launchers.ray_task import RayConfig, RayLauncher
+from agent_loop.extras.ray import launcher as ray_task
+from agent_loop.extras.ray.launcher import RayConfig, RayLauncher
 from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.launchers.test_command import until

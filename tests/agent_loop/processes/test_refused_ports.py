@@ -17,7 +17,8 @@ import pytest_asyncio
 from agent_loop.errors import LaunchError
 from agent_loop.processes.functions import function_host
 from agent_loop.processes.host import Job, ProcessHost
-from proxy import landlock, wall
+from proxy import wall
+from proxy.machine import landlock
 from proxy.wall import Wall
 from tests.agent_loop.processes.test_host import job
 

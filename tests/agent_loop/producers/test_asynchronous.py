@@ -19,9 +19,9 @@ from agent_loop.producers.buffer import ReplayBuffer
 from agent_loop.producers.groups import ProductionError, rollout_seed
 from agent_loop.producers.protocol import Production
 from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.producers.rollout_format import encode_group
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Group, RolloutStatus, Task
-from agent_loop.rollout_format import encode_group
 from agent_loop.tasks import Source, TaskStream
 from tests.agent_loop.scripted_loop import ScriptedLoop
 from tests.agent_loop.virtual_time import run_in_virtual_time

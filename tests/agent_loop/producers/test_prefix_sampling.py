@@ -25,7 +25,7 @@ from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.tasks import Source, TaskStream
 from agent_loop.trajectory import build_segments
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.testing.scripted_engine import text_script
 from tests.agent_loop.recorded import turn
 from tests.agent_loop.test_remote_agent_loop import AGENT

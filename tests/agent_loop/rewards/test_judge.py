@@ -14,12 +14,12 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from agent_loop.errors import RewardError
+from agent_loop.extras.judge.models import ServedJudge
+from agent_loop.extras.judge.reward import Judge, JudgeConfig
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.records import Graded, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
-from agent_loop.rewards.judge import Judge, JudgeConfig
-from agent_loop.rewards.judge_models import ServedJudge
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError

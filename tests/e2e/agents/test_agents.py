@@ -21,7 +21,7 @@ from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.trajectory import flatten
-from agent_loop.trial_config import SamplingConfig, TrialConfig
+from agent_loop.trial.config import SamplingConfig, TrialConfig
 from proxy.client import ProxyClient
 from proxy.records import Origin, SessionKind
 from proxy.testing.scripted_engine import text_script

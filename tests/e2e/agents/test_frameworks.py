@@ -17,7 +17,7 @@ import pytest
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.records import RolloutStatus
 from agent_loop.trajectory import flatten
-from agent_loop.trial_config import SamplingConfig
+from agent_loop.trial.config import SamplingConfig
 from proxy.records import FinishReason, TurnStatus
 from proxy.testing.scripted_engine import text_script
 from tests.e2e.agents.model import MAX_TOKENS, play_hard

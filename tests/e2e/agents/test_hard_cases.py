@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from agent_loop.compaction import summaries
-from agent_loop.credit import CreditConfig, assign_credit
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.records import Rollout, RolloutStatus
 from agent_loop.trajectory import flatten
+from agent_loop.trial.credit import CreditConfig, assign_credit, summaries
 from proxy.records import TurnStatus
 from proxy.testing.scripted_engine import Fault, text_script
 from tests.e2e.agents.model import DONE, call, play

@@ -21,7 +21,7 @@ import pytest
 from aiohttp import web
 
 from agent_loop.records import RolloutStatus
-from agent_loop.trial_config import SamplingConfig
+from agent_loop.trial.config import SamplingConfig
 from proxy.client import ProxyClient
 from proxy.engines.vllm import GENERATE
 from proxy.engines.vllm_server import VllmConfig, VllmServer

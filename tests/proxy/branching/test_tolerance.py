@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.branching.tolerance import Tolerance
-from proxy.profiles import Profiles
+from proxy.settings.profiles import Profiles
 
 SAME = [
     ("time", "1795398054191138103", "1795398069168050865"),  # date +%s%N

@@ -39,8 +39,8 @@ print([name for name in {slow} if name in sys.modules], file=sys.stderr)
         ("proxy.cli", ["sessions", "show", "--help"]),
         ("proxy.cli", ["export", "--help"]),
         ("proxy.cli", ["replay", "--help"]),
-        ("proxy.relay.cli", ["--help"]),
-        ("proxy.relay.cli", ["--version"]),
+        ("proxy.extras.relay.cli", ["--help"]),
+        ("proxy.extras.relay.cli", ["--version"]),
     ],
 )
 def test_help_imports_no_slow_module(module: str, argv: list[str]) -> None:
@@ -97,8 +97,8 @@ async def test_command_creates_no_tables_in_an_empty_postgresql_database(
 
 
 def test_worker_has_a_flag_for_every_setting_except_secrets() -> None:
-    from proxy.relay.cli import FLAGS
-    from proxy.relay.worker_process import SECRETS, WorkerConfig
+    from proxy.extras.relay.cli import FLAGS
+    from proxy.extras.relay.worker_process import SECRETS, WorkerConfig
 
     flags = {flag.replace("-", "_") for flag in FLAGS}
     assert flags == set(WorkerConfig.model_fields) - SECRETS

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from proxy.cli import main
-from proxy.export.registry import FORMATS
-from proxy.record_format import decode_record
+from proxy.extras.export.registry import FORMATS
 from proxy.records import Reward, Session, SessionKind, Turn
+from proxy.records.binary import decode_record
 from tests.proxy.conftest import RunningProxy
 
 CHAT = "chat/completions"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.commands.rewind import Continuation, _row
+from proxy.extras.rewind.command import Continuation, _row
 from proxy.records import FOLDER, TurnStatus
 from tests.proxy.branching.agent import SmallAgent, plays
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from proxy import wall
-from proxy.agents import known_agents
+from proxy.commands.agent_environment import known_agents
 from proxy.rendering.rendering import Rendering
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy

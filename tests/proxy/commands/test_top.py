@@ -21,7 +21,7 @@ from proxy.commands.activity import KEPT, Activity
 from proxy.commands.terminal import visible
 from proxy.commands.top import picture
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
-from tests.proxy.view.recording import HOSTILE, call, user
+from tests.proxy.extras.view.recording import HOSTILE, call, user
 
 NOW = 1_780_000_000.0
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from proxy.client import ProxyClient
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
-from proxy.hosted import TEXT_ONLY, key_variable, with_upstream
+from proxy.extras.engines.hosted import TEXT_ONLY, key_variable, with_upstream
 from proxy.records import Reward, SessionKind
 from tests.company_network import HOSTED, PrivateAuthority, company_proxy
 from tests.proxy.hosted_model import HostedModel

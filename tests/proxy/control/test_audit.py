@@ -13,7 +13,7 @@ import pytest
 
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.control.audit import key_digest
-from proxy.logs import AUDIT, CALLS, JsonLines, LogKind, LogLevel, set_up
+from proxy.machine.logs import AUDIT, CALLS, JsonLines, LogKind, LogLevel, set_up
 from proxy.records import Reward
 from proxy.store import open_store
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy

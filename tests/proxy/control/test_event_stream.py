@@ -11,10 +11,10 @@ from aiohttp import ClientSession, web
 
 from proxy.control import event_stream
 from proxy.control.event_stream import EventStream
-from proxy.profiles import Profiles
+from proxy.extras.several_processes.siblings import Siblings
 from proxy.records import Session, SessionKind, SessionStatus
 from proxy.serving.sessions import CLOSING, LiveSession
-from proxy.siblings import Siblings
+from proxy.settings.profiles import Profiles
 from proxy.store.sqlite import SqliteStore
 
 

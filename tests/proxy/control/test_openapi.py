@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from proxy.control import schema
-from proxy.openapi import ErrorBody, Nothing
+from proxy.http.openapi import ErrorBody, Nothing
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
 HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}", "Content-Type": "application/json"}

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from proxy.app import DOCUMENTED
-from proxy.openapi import document
+from proxy.http.openapi import document
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
 SCHEMA = schemathesis.openapi.from_dict(document(DOCUMENTED[:1]))

@@ -15,10 +15,10 @@ import pytest
 from proxy.client import ProxyClientError
 from proxy.control import policies
 from proxy.control.policies import PublishedPolicies
-from proxy.control.published_weights import PublishedWeights
 from proxy.errors import StoreError
+from proxy.extras.relay.published_weights import PublishedWeights
 from proxy.records import ServedPolicy
-from proxy.routing import Router
+from proxy.routing.router import Router
 from proxy.store import postgres_policies
 from tests.postgres_server import empty_database
 from tests.proxy.conftest import RunningProxy, StartProxy

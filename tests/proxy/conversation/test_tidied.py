@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from proxy.conversation.messages import ToolCall
 from proxy.conversation.tidied import tidied
-from proxy.profiles import Profiles
+from proxy.settings.profiles import Profiles
 
 PROFILE = Profiles({}).get("default")
 EDIT: dict[str, Any] = {

@@ -15,10 +15,8 @@ from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.engines.registry import make_engine
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError
-from proxy.generation import Generation
-from proxy.records import FinishReason, TurnStatus, VersionSpan
-from proxy.relay.engine import RelayEngine
-from proxy.relay.protocol import (
+from proxy.extras.relay.engine import RelayEngine
+from proxy.extras.relay.protocol import (
     Fingerprint,
     Frame,
     Generate,
@@ -28,8 +26,10 @@ from proxy.relay.protocol import (
     decode_to_proxy,
     encode,
 )
+from proxy.records import FinishReason, TurnStatus, VersionSpan
 from proxy.rendering.rendering import Rendering
-from proxy.routing import Router
+from proxy.routing.generation import Generation
+from proxy.routing.router import Router
 from tests.proxy.conftest import StartProxy
 from tests.proxy.engines.nonsense import (
     FORMS,

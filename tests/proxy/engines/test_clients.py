@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from proxy.engines.completions import CompletionsEngine
 from proxy.engines.protocol import Chunk, Engine, Sampling
-from proxy.engines.sglang import SglangEngine
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine, _Version
 from proxy.errors import EngineError, RequestError
+from proxy.extras.engines.completions import CompletionsEngine
+from proxy.extras.engines.sglang import SglangEngine
 from proxy.records import FinishReason, VersionSpan
 from proxy.testing.scripted_engine import Fault, ScriptedEngine, scripted_logprob
 from tests.proxy.pushed import chunks_of

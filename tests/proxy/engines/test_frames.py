@@ -17,7 +17,11 @@ from aiohttp.test_utils import TestServer
 
 from proxy.engines import vllm
 from proxy.engines.address import EngineAddress
-from proxy.engines.frames import (
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.vllm import VllmEngine
+from proxy.errors import EngineError
+from proxy.extras.binary_route.client import FramesClient
+from proxy.extras.binary_route.frames import (
     ID,
     LOGPROB,
     MISSING_LOGPROB,
@@ -30,11 +34,7 @@ from proxy.engines.frames import (
     read_sampled,
     write,
 )
-from proxy.engines.frames_client import FramesClient
-from proxy.engines.frames_server import FramesConnection, Output
-from proxy.engines.protocol import Chunk, Sampling
-from proxy.engines.vllm import VllmEngine
-from proxy.errors import EngineError
+from proxy.extras.binary_route.server import FramesConnection, Output
 from proxy.records import FinishReason
 from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from tests.proxy.pushed import chunks_of
@@ -281,7 +281,7 @@ async def whole(engine: VllmEngine, sampling: Sampling, request_id: str) -> Chun
 
 
 class Socket:
-    """Implements `proxy.engines.frames_server.Socket`."""
+    """Implements `proxy.extras.binary_route.server.Socket`."""
 
     def __init__(self, *requests: Any) -> None:
         self.requests = [write(request) for request in requests]
@@ -301,7 +301,7 @@ class Socket:
 
 
 class TwoOutputs:
-    """Implements `proxy.engines.frames_server.TokenSource`: each call has two outputs at a time."""
+    """Implements `proxy.extras.binary_route.server.TokenSource`: each call has two outputs at a time."""
 
     def __init__(self) -> None:
         self.began: list[str] = []
@@ -398,6 +398,6 @@ async def test_error_of_the_source_ends_its_call() -> None:
 def test_plugin_imports_only_what_a_vllm_server_has() -> None:
     """So that it can be used in the environment of another vLLM without our dependencies."""
     ours = {"aiohttp", "pydantic", "orjson", "httptools", "shortuuid", "yaml", "tenacity"}
-    code = f"import proxy.engines.vllm_frames, sys; print({ours!r} & set(sys.modules))"
+    code = f"import proxy.extras.binary_route.vllm, sys; print({ours!r} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -7,9 +7,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from proxy.engines.address import EngineAddress
-from proxy.engines.frames import PATH
-from proxy.engines.frames_client import FramesClient
 from proxy.errors import EngineError
+from proxy.extras.binary_route.client import FramesClient
+from proxy.extras.binary_route.frames import PATH
 from tests.proxy.engines.test_frames import PROMPT, REQUEST, Received
 
 

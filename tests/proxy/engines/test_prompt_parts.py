@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.engines.last_prompts import MIN_TOKENS
-from proxy.engines.prompt_parts import ReceivedPrompts, SentPrompts, UnknownPrefixError
 from proxy.engines.protocol import Sampling
 from proxy.engines.vllm import VllmEngine
+from proxy.extras.binary_route.prompt_parts import ReceivedPrompts, SentPrompts, UnknownPrefixError
 from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.engines.test_frames import ANSWER
 from tests.proxy.pushed import chunks_of

@@ -13,10 +13,10 @@ import pytest
 import uvloop
 from aiohttp import ClientSession, web
 
-from agent_loop.chat_completion import chat_completion
-from proxy.direct_hosts import proxy_for
+from agent_loop.model_api import chat_completion
 from proxy.engines.upstream import Upstream
 from proxy.errors import EngineError
+from proxy.machine.direct_hosts import proxy_for
 from tests.company_network import DEAD, HOSTED, PROXY_NAMES, PrivateAuthority, company_proxy
 
 URL = f"https://{HOSTED}"

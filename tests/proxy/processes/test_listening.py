@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from proxy.config import load_config
-from proxy.processes.process import listen
+from proxy.process import listen
 from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.conftest import ADMIN_KEY
 

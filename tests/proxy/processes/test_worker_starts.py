@@ -15,7 +15,7 @@ import uvloop
 
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
-from proxy.processes import workers
+from proxy.extras.several_processes import workers
 
 STAND_IN = """
 import os, pathlib, signal, sys

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from proxy.profiles import Profiles
 from proxy.records import Session, SessionKind, SessionStatus
 from proxy.serving import arrived_answers
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.sessions import LiveSession
+from proxy.settings.profiles import Profiles
 from proxy.store.protocol import DeliveryMark
 from proxy.store.sqlite import SqliteStore
 

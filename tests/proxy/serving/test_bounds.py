@@ -17,7 +17,7 @@ from proxy.conversation.json_values import (
     canonical_arguments,
     parsed_arguments,
 )
-from proxy.http_request import read_in_time
+from proxy.http.server import read_in_time
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.serving import endpoints

@@ -24,10 +24,9 @@ from proxy.config import SessionsConfig
 from proxy.conversation.messages import Conversation, Message, load_answer
 from proxy.errors import EngineError, ProxyError, StoreError
 from proxy.metrics import Metrics
-from proxy.profiles import Profiles
 from proxy.records import Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
-from proxy.routing import Router
+from proxy.routing.router import Router
 from proxy.serving import arrived_answers, ownership
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.asked import Caller
@@ -35,6 +34,7 @@ from proxy.serving.backend import Backend
 from proxy.serving.calls import Calls
 from proxy.serving.ownership import Ownership
 from proxy.serving.sessions import LiveSession, Sessions
+from proxy.settings.profiles import Profiles
 from proxy.store.protocol import Undelivered
 from proxy.store.sqlite import SqliteStore
 from proxy.token_tree import TokenTree

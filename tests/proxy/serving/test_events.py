@@ -13,7 +13,7 @@ from aiohttp import web
 
 from proxy.config import LimitsConfig
 from proxy.errors import EngineError, ProxyError
-from proxy.http_request import app_runner
+from proxy.http.server import app_runner
 from proxy.rendering.deltas import TextDelta
 from proxy.serving.events import EventSender
 from proxy.serving.stream import AnswerStream

@@ -13,10 +13,10 @@ import pytest
 
 from proxy.config import SessionsConfig
 from proxy.errors import SessionError
-from proxy.profiles import Profiles
 from proxy.records import TurnStatus
 from proxy.serving import sessions as sessions_module
 from proxy.serving.sessions import Sessions
+from proxy.settings.profiles import Profiles
 from proxy.store.sqlite import SqliteStore
 from tests.proxy.conftest import StartProxy
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent_loop.errors import TrajectoryError
+from agent_loop.producers.rollout_format import decode_group, encode_group
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
-from agent_loop.rollout_format import decode_group, encode_group
 from agent_loop.trajectory import build_segments, flatten
 from proxy.errors import ProxyError
 from proxy.records import Ids, RoutedExperts, Turn

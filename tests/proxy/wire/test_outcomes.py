@@ -17,7 +17,7 @@ from anthropic.types.beta import beta_tool_result_block_param
 from openai.types.responses import response_function_call_output_item_list_param as outputs
 
 from proxy.errors import RequestError
-from proxy.profiles import AgentProfile
+from proxy.settings.profiles import AgentProfile
 from proxy.wire.body import Body, parse_call
 from proxy.wire.dialect import Call
 from proxy.wire.outcomes import (

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from agent_loop.credit import CreditConfig
-from agent_loop.policy_parts import parts_of
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, Task
-from agent_loop.trial_outcome import Attempt, build_rollout
+from agent_loop.trial.credit import CreditConfig
+from agent_loop.trial.outcome import Attempt, build_rollout
 from proxy.records import Reward
 from tests.agent_loop.recorded import turn
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import build_batch
+from trainer.extras.policies.parts import parts_of
 
 TASK = Task("t", {})
 COMPARING = ["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "opo", "gpg"]

@@ -30,8 +30,8 @@ def main(mode: str) -> int:
     if mode == "silent":
         print("still loading", flush=True)
         signal.pause()
-    from trainer.cluster import relay_node  # takes seconds
-    from trainer.commands import reporting
+    from trainer.commands.runs import reporting
+    from trainer.extras.relay import node as relay_node  # takes seconds
 
     return reporting("node", lambda: relay_node.serve_from_stdin(ScriptedServer))
 

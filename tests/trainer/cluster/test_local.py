@@ -25,10 +25,10 @@ from trainer.checkpoint import Checkpoints
 from trainer.cluster.local import local_trainer
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
-from trainer.config_sources import dump
 from trainer.errors import ConfigError, TrainerError
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
+from trainer.settings.sources import dump
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +148,7 @@ def test_every_rank_ends_when_the_run_is_killed(checkpoint: Path, tmp_path: Path
     import asyncio, pathlib
     from trainer.cluster.local import local_trainer
     from tests.trainer.score_text import ScoreText
-    from trainer.config_sources import load
+    from trainer.settings.sources import load
     from trainer.run.control import RunControl
     from trainer.run.folder import RunFolder
     folder = RunFolder(pathlib.Path({str(folder.path)!r}))

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from proxy.client import ProxyClient
-from proxy.port import free_port
+from proxy.machine.port import free_port
 from proxy.records import SessionKind
 from proxy.testing.scripted_engine import ScriptedEngine
 from tests.processes import assert_all_end, watched

@@ -23,7 +23,8 @@ from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.sync import SyncProducer
 from agent_loop.records import Rollout, Task
 from agent_loop.tasks import Source, TaskStream
-from proxy import landlock, wall
+from proxy import wall
+from proxy.machine import landlock
 from proxy.records import Origin, SessionKind
 from proxy.wall import Wall
 from tests.needs import skip_or_fail
@@ -46,7 +47,7 @@ from trainer.weight_sync.control import EngineControl
 try:
     import ray
 
-    from trainer.cluster.ray_cluster import bundles, ray_cluster
+    from trainer.extras.ray.cluster import bundles, ray_cluster
 except ImportError:
     skip_or_fail("ray is not installed: pip install 'agentic-rl[ray]'", at_import=True)
 

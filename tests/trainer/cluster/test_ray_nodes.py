@@ -25,7 +25,7 @@ try:
     import ray
     from ray.cluster_utils import Cluster
 
-    from trainer.cluster.ray_cluster import ray_cluster
+    from trainer.extras.ray.cluster import ray_cluster
 except ImportError:
     skip_or_fail("ray is not installed: pip install 'agentic-rl[ray]'", at_import=True)
 

@@ -12,10 +12,10 @@ from tests.needs import skip_or_fail
 from tests.trainer.cluster.relay_processes import ALONE, SCRIPT
 from tests.trainer.cluster.test_services import ScriptedTrainer
 from tests.trainer.test_fit import config_of
-from trainer.cluster import ray_worker
 from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
 from trainer.errors import TrainerError
+from trainer.extras.ray import worker as ray_worker
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 
@@ -23,7 +23,7 @@ try:
     import ray
 
     from tests.trainer.cluster.test_ray_nodes import NODE, nodes
-    from trainer.cluster.ray_cluster import ray_cluster
+    from trainer.extras.ray.cluster import ray_cluster
 except ImportError:
     skip_or_fail("ray is not installed: pip install 'agentic-rl[ray]'", at_import=True)
 

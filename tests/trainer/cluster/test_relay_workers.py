@@ -25,12 +25,12 @@ from tests.trainer.cluster.test_services import ScriptedTrainer
 from tests.trainer.test_fit import config_of
 from trainer.assembly import assemble
 from trainer.cluster.local import LocalCluster
-from trainer.cluster.relay_order import WorkerOrder
-from trainer.cluster.relay_workers import RelayWorkers
 from trainer.cluster.services import RunServices
-from trainer.cluster.worker_process import WorkerCommand
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError, TrainerError
+from trainer.extras.relay.order import WorkerOrder
+from trainer.extras.relay.worker_process import WorkerCommand
+from trainer.extras.relay.workers import RelayWorkers
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder
 
@@ -231,8 +231,8 @@ async def test_log_does_not_contain_the_token_of_a_command_that_repeats_its_inpu
 TRAINER = """
 import asyncio, sys
 from pathlib import Path
-from trainer.cluster.relay_order import WorkerOrder
-from trainer.cluster.worker_process import WorkerCommand
+from trainer.extras.relay.order import WorkerOrder
+from trainer.extras.relay.worker_process import WorkerCommand
 
 async def main():
     model, log = map(Path, sys.argv[1:3])
@@ -291,7 +291,7 @@ def test_command_ends_when_the_trainer_is_killed(tiny_model: Path, tmp_path: Pat
 def test_weights_of_killed_workers_are_removed_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.cluster.relay_node import own_folder
+    from trainer.extras.relay.node import own_folder
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

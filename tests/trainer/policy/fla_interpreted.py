@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 from triton.runtime.autotuner import Autotuner
 
+from trainer.extras.hybrids import delta_memory, delta_rule
 from trainer.packing import Layout
-from trainer.policy import delta_memory, delta_rule
 
 HEADS, KEYS, VALUES = 2, 16, 32
 

@@ -20,11 +20,11 @@ from tests.needs import needs
 from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms.token_loss import TokenLoss
-from trainer.batch import Batch
+from trainer.batch import Batch, joined
+from trainer.checkpoint import read_state, write_state
+from trainer.extras.automodel.policy import AutomodelPolicy
 from trainer.optimizer import OptimizerConfig
-from trainer.parts import joined
 from trainer.policy.architecture import without_noise
-from trainer.policy.automodel import AutomodelPolicy
 from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.parallelism import Parallelism
@@ -32,7 +32,6 @@ from trainer.policy.policy import Policy
 from trainer.policy.proof import random_copy
 from trainer.policy.shrink import shrunk
 from trainer.policy.trainable import TrainablePolicy
-from trainer.saved_state import read_state, write_state
 from trainer.weight_sync.probe import probe_batch
 
 pytestmark = needs(
@@ -88,7 +87,7 @@ def policy_of(path: Path, case: Case, ranks: Ranks, *, frozen: bool = False) -> 
     )
     torch.manual_seed(0)
     optimizer = None if frozen else OptimizerConfig(lr=1e-2, eps=1e-2, max_grad_norm=0.5)
-    with patch("trainer.policy.model.prove"), patch("trainer.policy.divided_model.prove"):
+    with patch("trainer.policy.model.prove"), patch("trainer.extras.automodel.divided_model.prove"):
         if ranks.parallelism.divides_model:
             return AutomodelPolicy(config, optimizer, device="cpu", ranks=ranks)
         return Policy(config, optimizer, ranks=ranks)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.config_sources import load
 from trainer.policy.checkpoint_type import checkpoint_type
 from trainer.policy.model import ModelConfig
+from trainer.settings.sources import load
 
 QUICKSTART = Path("agentic_trainer.yaml")
 
@@ -87,7 +87,7 @@ def test_model_of_the_hub_gets_the_type_of_the_downloaded_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     downloaded = checkpoint(tmp_path / "snapshot", {"dtype": "bfloat16"})
-    monkeypatch.setattr("proxy.hub.download", lambda *_: downloaded)
+    monkeypatch.setattr("proxy.settings.hub.download", lambda *_: downloaded)
     words = ["model.path=hf://Qwen/Qwen3-0.6B"]
     assert load([QUICKSTART], words).model.compute_dtype == "bfloat16"
     words += ["model.compute_dtype=float32"]

@@ -22,12 +22,11 @@ from tests.trainer.policy.test_policy import make_batch
 from tests.trainer.policy.test_router_replay import routed_batch
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import TokenLoss
-from trainer.batch import Batch
+from trainer.batch import Batch, joined
 from trainer.errors import ConfigError
-from trainer.models import check_models
+from trainer.learning.models import check_models
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
-from trainer.parts import joined
 from trainer.policy.architecture import without_noise
 from trainer.policy.context_parallel import ContextRanks, SharedLayout, split_heads
 from trainer.policy.model import ModelConfig

@@ -8,11 +8,11 @@ import torch
 
 from tests.trainer.policy.test_policy import make_batch, make_policy
 from trainer.algorithms import Algorithm, AlgorithmConfig
-from trainer.models import Models
+from trainer.learning.learner import update_critic
+from trainer.learning.models import Models
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.model import ModelConfig
-from trainer.steps import update_critic
 
 
 def make_critic(checkpoint: Path, *, share_prefixes: bool = True) -> Critic:

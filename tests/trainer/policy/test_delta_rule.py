@@ -17,9 +17,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from tests.trainer.rollouts import group, rollout
 from trainer.batch import build_batch
+from trainer.extras.hybrids import delta_rule
+from trainer.extras.hybrids.delta_rule import tree_convolution, tree_delta_rule
 from trainer.packing import Layout, pack
-from trainer.policy import delta_rule, proof
-from trainer.policy.delta_rule import tree_convolution, tree_delta_rule
+from trainer.policy import proof
 from trainer.policy.shrink import shrunk
 
 CHUNK = qwen3_5.torch_chunk_gated_delta_rule.__wrapped__

@@ -16,10 +16,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from tests.trainer.policy.test_policy import make_batch
-from trainer import steps
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
-from trainer.models import Finish, Models, build_models, follow
+from trainer.learning import learner as steps
+from trainer.learning.models import Finish, Models, build_models, follow
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import LoraSettings, ModelConfig
 from trainer.policy.parallel import Ranks

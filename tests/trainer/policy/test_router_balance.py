@@ -17,12 +17,12 @@ from tests.trainer.policy.test_policy import gradients, make_batch
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch
 from trainer.errors import ConfigError
+from trainer.extras.experts.router_balance import check_balance
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import pack
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.policy.proof import randomize
-from trainer.policy.router_balance import check_balance
 from trainer.policy.shrink import shrunk
 
 COEFFICIENT = 0.5

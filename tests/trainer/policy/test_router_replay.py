@@ -21,15 +21,15 @@ from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.test_policy import backward, gradients, make_batch, weighted_sum
 from trainer.batch import Batch
 from trainer.errors import ConfigError, TrainingError
-from trainer.models import Models
+from trainer.extras.experts.router_replay import check_replay, replayed_share
+from trainer.extras.experts.routing_mismatch import routing_metrics
+from trainer.learning.models import Models
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy
 from trainer.policy.proof import randomize
-from trainer.policy.router_replay import check_replay, replayed_share
 from trainer.policy.shrink import shrunk
-from trainer.routing_mismatch import routing_metrics
 
 LAYERS, CHOSEN, EXPERTS = 2, 3, 8
 MIXTURES = (

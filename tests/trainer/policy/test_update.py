@@ -19,9 +19,9 @@ from trainer.algorithms.presets import PRESETS
 from trainer.algorithms.token_loss import LossFunction, Metrics, TokenLoss
 from trainer.batch import Batch, build_batch
 from trainer.errors import TrainingError
-from trainer.models import Models
+from trainer.learning.learner import update_policy
+from trainer.learning.models import Models
 from trainer.policy.policy import Policy
-from trainer.steps import update_policy
 
 
 def prepared(policy: Policy, algorithm: Algorithm, seed: int = 1) -> Batch:

@@ -12,8 +12,8 @@ import pytest
 
 from agent_loop.producers.protocol import Production
 from agent_loop.records import Rollout, RolloutStatus, Task
-from proxy.shown_config import MAX_CHARS
-from proxy.view.run_folder import NOW_BYTES, RecordedRun
+from proxy.extras.view.run_folder import NOW_BYTES, RecordedRun
+from proxy.secrecy import MAX_CHARS
 from trainer.run.folder import RunFolder
 from trainer.run.log import LoggingConfig, RunLog
 from trainer.run.now import ERROR_CHARS, KEPT_ERRORS, NowFile

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from proxy.telemetry import Telemetry, trial_context
+from proxy.extras.telemetry import Telemetry, trial_context
 from tests.proxy.conftest import StartProxy, checkpoint, rendering, start_proxy  # noqa: F401
+from tests.proxy.extras.test_telemetry import collector  # noqa: F401
 from tests.proxy.otlp_receiver import Receiver, attributes_of
-from tests.proxy.test_telemetry import collector  # noqa: F401
 from tests.trainer.view.recorded_run import begin, training
+from trainer.extras.telemetry import RunTelemetry
 from trainer.run.phases import EndedPhase
-from trainer.run.telemetry import RunTelemetry
 
 
 async def test_steps_trials_verifiers_and_calls_are_spans_that_refer_to_each_other(

@@ -15,12 +15,12 @@ import yaml
 
 from agent_loop.evaluator import EvalConfig, Evaluator
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, RolloutStatus, Task
-from agent_loop.trial_outcome import Attempt, build_rollout
+from agent_loop.trial.outcome import Attempt, build_rollout
 from proxy.config import TelemetryConfig
 from proxy.records import Origin, Reward, SessionKind
 from proxy.run_files.files import replace_file
 from tests.proxy.conftest import RunningProxy, StartProxy
-from tests.proxy.view.recording import SYSTEM, call, user
+from tests.proxy.extras.view.recording import SYSTEM, call, user
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch, trained_batch
 from trainer.run.folder import RunFolder

@@ -16,15 +16,15 @@ from aiohttp import web
 
 from proxy.commands.view import build_view
 from proxy.config import ListenConfig
-from proxy.http_request import app_runner
+from proxy.extras.view.access import new_link
+from proxy.extras.view.run_folder import RecordedRun
+from proxy.extras.view.runs import RecordedRuns
+from proxy.http.server import app_runner
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.store import open_store
-from proxy.view.access import new_link
-from proxy.view.run_folder import RecordedRun
-from proxy.view.runs import RecordedRuns
-from tests.proxy.view.chromium import Tab, chromium
-from tests.proxy.view.pictures import take, take_all
-from trainer.report import Report, write_report
+from tests.proxy.extras.view.chromium import Tab, chromium
+from tests.proxy.extras.view.pictures import take, take_all
+from trainer.extras.report import Report, write_report
 from trainer.run.folder import RunFolder
 
 ALIGNED = "document.querySelector('.aligned .cell')"

@@ -11,13 +11,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
+from proxy.extras.view.json_answer import answer
+from proxy.extras.view.run_folder import RecordedRun
+from proxy.extras.view.run_requests import RunRequests
+from proxy.extras.view.runs import RecordedRuns
 from proxy.store import open_store
-from proxy.view.json_answer import answer
-from proxy.view.run_folder import RecordedRun
-from proxy.view.run_requests import RunRequests
-from proxy.view.runs import RecordedRuns
 from tests.trainer.view.test_run_openapi import check_answer
-from trainer.report.page import _ends
+from trainer.extras.report.page import _ends
 
 DEEP = b"[" * 300 + b"]" * 300
 HOSTILE = (

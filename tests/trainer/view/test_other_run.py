@@ -14,16 +14,16 @@ from pydantic import SecretStr
 
 from proxy.commands.view import build_view
 from proxy.config import ListenConfig
-from proxy.http_request import app_runner
+from proxy.extras.view.access import new_link
+from proxy.extras.view.runs import RecordedRuns
+from proxy.http.server import app_runner
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.store import open_store
-from proxy.view.access import new_link
-from proxy.view.runs import RecordedRuns
 from tests.needs import needs
 from tests.proxy.conftest import ADMIN_KEY, StartProxy
-from tests.proxy.view.chromium import MISSING, Tab
-from tests.proxy.view.conftest import show
-from tests.proxy.view.test_api import Reader
+from tests.proxy.extras.view.chromium import MISSING, Tab
+from tests.proxy.extras.view.conftest import show
+from tests.proxy.extras.view.test_api import Reader
 from tests.trainer.view.recorded_run import begin, training
 
 QUESTIONS = {"first": "What do four lamps cost?", "second": "What do nine chairs cost?"}

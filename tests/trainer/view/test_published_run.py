@@ -12,18 +12,18 @@ import orjson
 import pytest
 from pydantic import TypeAdapter
 
+from proxy.extras.view import published_run
+from proxy.extras.view.access import new_key
+from proxy.extras.view.published_run import PublishedRuns
+from proxy.extras.view.run_folder import reading
 from proxy.run_files.files import read_jsonl
 from proxy.run_files.lines import PhaseFields, TrialFields
-from proxy.view import published_run
-from proxy.view.access import new_key
-from proxy.view.published_run import PublishedRuns
-from proxy.view.run_folder import reading
 from tests.needs import needs
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
-from tests.proxy.view.chromium import MISSING, Tab
-from tests.proxy.view.conftest import enter, show
-from tests.proxy.view.recording import call, user
-from tests.proxy.view.test_api import Reader
+from tests.proxy.extras.view.chromium import MISSING, Tab
+from tests.proxy.extras.view.conftest import enter, show
+from tests.proxy.extras.view.recording import call, user
+from tests.proxy.extras.view.test_api import Reader
 from tests.trainer.view.recorded_run import begin, training, whole
 from tests.trainer.view.screenshots import views
 from tests.trainer.view.test_run_openapi import DOCUMENT, check

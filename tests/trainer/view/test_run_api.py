@@ -14,17 +14,17 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from proxy.errors import StoreError
+from proxy.extras.rules.rules import save_rule
+from proxy.extras.view.run_folder import reading
+from proxy.extras.view.run_requests import RunRequests
+from proxy.extras.view.runs import RecordedRuns
 from proxy.records import Mark, RuleAction
 from proxy.run_files.files import read_jsonl
-from proxy.search.rules import save_rule
 from proxy.store import open_store
 from proxy.store.protocol import Store
-from proxy.view.run_folder import reading
-from proxy.view.run_requests import RunRequests
-from proxy.view.runs import RecordedRuns
 from tests.proxy.conftest import RunningProxy, StartProxy
+from tests.proxy.extras.view.test_api import Reader
 from tests.proxy.store.test_conformance import a_session
-from tests.proxy.view.test_api import Reader
 from tests.trainer.view.recorded_run import DIFFERENCE, begin, training, whole
 
 

@@ -12,9 +12,9 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from proxy.app import DOCUMENTED
-from proxy.openapi import document
+from proxy.http.openapi import document
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
-from tests.proxy.view.recording import record
+from tests.proxy.extras.view.recording import record
 from tests.trainer.view.recorded_run import begin, training, whole, write_log
 
 DOCUMENT = orjson.loads(orjson.dumps(document(DOCUMENTED[1:])))

@@ -13,18 +13,18 @@ from agent_loop.producers.protocol import Production
 from agent_loop.records import Rollout, RolloutStatus, Task
 from proxy.commands.view import build_view
 from proxy.config import ListenConfig
-from proxy.http_request import app_runner
-from proxy.search.rules import save_rule
+from proxy.extras.rules.rules import save_rule
+from proxy.extras.view.access import new_link
+from proxy.extras.view.run_folder import reading
+from proxy.extras.view.runs import RecordedRuns
+from proxy.http.server import app_runner
 from proxy.store import open_store
-from proxy.view.access import new_link
-from proxy.view.run_folder import reading
-from proxy.view.runs import RecordedRuns
 from tests.needs import needs, skip_or_fail
 from tests.proxy.conftest import StartProxy
-from tests.proxy.view.chromium import MISSING, Tab
-from tests.proxy.view.conftest import enter, show
-from tests.proxy.view.recording import HOSTILE, call, user
-from tests.proxy.view.test_page import AXE, NO_OVERFLOW, violations
+from tests.proxy.extras.view.chromium import MISSING, Tab
+from tests.proxy.extras.view.conftest import enter, show
+from tests.proxy.extras.view.recording import HOSTILE, call, user
+from tests.proxy.extras.view.test_page import AXE, NO_OVERFLOW, violations
 from tests.trainer.view.recorded_run import begin, training, whole, write_log
 from tests.trainer.view.screenshots import views
 

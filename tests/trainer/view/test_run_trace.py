@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from proxy.view.trace import ENGINES, FIRST_TRIAL, TRAINER
+from proxy.extras.view.trace import ENGINES, FIRST_TRIAL, TRAINER
 from tests.proxy.conftest import ADMIN_KEY, StartProxy
-from tests.proxy.view.trace_rules import events_of
+from tests.proxy.extras.view.trace_rules import events_of
 from tests.trainer.view.recorded_run import begin, training, whole
 from trainer.cli import main
 

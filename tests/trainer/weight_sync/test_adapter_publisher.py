@@ -10,11 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from proxy.weights.publication import ADAPTER_CONFIG, ADAPTER_FILE, MANIFEST, ProbeScores
-from proxy.weights.pull import WeightStore
+from proxy.extras.relay.weights.publication import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    MANIFEST,
+    ProbeScores,
+)
+from proxy.extras.relay.weights.pull import WeightStore
 from trainer.errors import WeightSyncError
-from trainer.weight_sync.adapter_publisher import AdapterPublisher
-from trainer.weight_sync.publisher import Publisher, described
+from trainer.extras.relay.published_adapters import AdapterPublisher
+from trainer.extras.relay.published_weights import Publisher, described
 from trainer.weight_sync.segment import Named
 
 CONFIG = {"peft_type": "LORA", "r": 2}
@@ -101,7 +106,7 @@ def test_failure_leaves_earlier_versions(tmp_path: Path) -> None:
     sent = publisher.publish(tensors_of(1), CONFIG, 1)
     full = OSError(28, "No space left on device")
     with (
-        patch("trainer.weight_sync.run_publications.Upload.write", side_effect=full),
+        patch("trainer.extras.relay.run_publications.Upload.write", side_effect=full),
         pytest.raises(WeightSyncError, match="No space left on device"),
     ):
         publisher.publish(tensors_of(2), CONFIG, 2)

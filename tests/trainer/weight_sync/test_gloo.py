@@ -15,9 +15,9 @@ import torch
 
 from tests.trainer.fake_engine import FakeEngine, serving
 from trainer.errors import WeightSyncError
-from trainer.weight_sync import gloo_trainer
+from trainer.extras.gloo import trainer as gloo_trainer
+from trainer.extras.gloo.group import Description, GlooGroup, Meeting, receive, send
 from trainer.weight_sync.control import EngineControl
-from trainer.weight_sync.gloo_group import Description, GlooGroup, Meeting, receive, send
 from trainer.weight_sync.segment import Named, digest
 from trainer.weight_sync.sync import WeightSync
 from trainer.weight_sync.transports import VllmTransport

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.trainer.weight_sync.test_twin import Model, load, weights
+from trainer.extras.gloo.group import Description, GlooGroup, Meeting, send
 from trainer.weight_sync.dtypes import dtype_name
-from trainer.weight_sync.gloo_group import Description, GlooGroup, Meeting, send
 from trainer.weight_sync.segment import Named
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]  # vLLM's own
@@ -35,7 +35,7 @@ class Workers:
     trainer: GlooGroup
 
     def connect(self) -> None:
-        from trainer.weight_sync.gloo_engine import GlooInit
+        from trainer.extras.gloo.engine import GlooInit
 
         meeting = Meeting("127.0.0.1", 1 + WORKERS)
         info = GlooInit("127.0.0.1", meeting.port, 1, 1 + WORKERS, BUCKET_BYTES)
@@ -45,7 +45,7 @@ class Workers:
             each.result()
 
     def announce(self, named: list[Named]) -> None:
-        from trainer.weight_sync.gloo_engine import GlooInit
+        from trainer.extras.gloo.engine import GlooInit
 
         for each in self.engines:
             each.init_transfer_engine(GlooInit(weights=described(named)))
@@ -58,7 +58,7 @@ class Workers:
 
     def update(self, digest: str) -> list[BaseException | None]:
         """Each worker's error."""
-        from trainer.weight_sync.gloo_engine import GlooUpdate
+        from trainer.extras.gloo.engine import GlooUpdate
 
         update = GlooUpdate(digest)
         updating = [self.pool.submit(each.receive_weights, update) for each in self.engines]
@@ -85,7 +85,7 @@ def output_of(named: list[Named]) -> torch.Tensor:
 @pytest.fixture
 def make_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]:
     """Makes workers that agree as by vLLM's group of all workers."""
-    from trainer.weight_sync import gloo_engine
+    from trainer.extras.gloo import engine as gloo_engine
 
     said: list[bool] = []
     barrier = threading.Barrier(WORKERS, timeout=60)

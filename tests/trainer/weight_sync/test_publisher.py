@@ -19,21 +19,21 @@ import shortuuid
 import torch
 from safetensors.torch import load as load_safetensors
 
-from proxy.weights.publication import MANIFEST, Manifest, decode_manifest
-from proxy.weights.published_files import PullError, PullStopped
-from proxy.weights.pull import LocalWeights, WeightStore
+from proxy.extras.relay.weights.publication import MANIFEST, Manifest, decode_manifest
+from proxy.extras.relay.weights.published_files import PullError, PullStopped
+from proxy.extras.relay.weights.pull import LocalWeights, WeightStore
 from tests.clouds import NO_GCS, NO_S3, amazon, google
 from tests.needs import needs
 from trainer.errors import ConfigError, WeightSyncError
-from trainer.weight_sync import publisher as publishing
-from trainer.weight_sync.publisher import Published, Publisher, described
+from trainer.extras.relay import published_weights as publishing
+from trainer.extras.relay.published_weights import Published, Publisher, described
 from trainer.weight_sync.segment import Named, SegmentReader, Written
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from trainer.weight_sync.publisher import Publisher, described
+from trainer.extras.relay.published_weights import Publisher, described
 
 weights = [(f"w{i}", torch.ones(10) * i) for i in range(4)]
 

@@ -16,7 +16,7 @@ from agent_loop.launchers.command import CommandLauncher
 from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.conversation.json_values import parsed_arguments
 from proxy.conversation.messages import load_answer
 from proxy.conversation.recorded import load_conversation

@@ -23,13 +23,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from agent_loop.extras.harbor.launcher import RUN_FILE, HarborConfig, HarborLauncher
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
-from agent_loop.launchers.harbor import RUN_FILE, HarborConfig, HarborLauncher
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.reported import LauncherReward
-from agent_loop.trial_config import TrialConfig
+from agent_loop.trial.config import TrialConfig
 from proxy.config import RenderingConfig
 from proxy.records import Origin, SessionKind
 from proxy.rendering.rendering import Rendering

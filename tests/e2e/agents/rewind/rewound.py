@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from agent_loop.records import Rollout, RolloutStatus
 from proxy.branching.tolerance import Tolerance
 from proxy.client import ProxyClient
-from proxy.profiles import Profiles
 from proxy.records import Origin, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
+from proxy.settings.profiles import Profiles
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from proxy.token_tree.paths import prefix
 

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from proxy.branching.tolerance import Tolerance
-from proxy.profiles import Profiles
+from proxy.settings.profiles import Profiles
 from proxy.testing.scripted_engine import Fault
 from tests.e2e.agents.model import DONE
 from tests.e2e.agents.rewind.player import Player, steps_done

@@ -1,0 +1,170 @@
+"""Reads Harbor task folders as tasks, and finds the folder of a task for a Harbor trial.
+
+A folder is a task if it holds a task.toml, an `environment/` and an instruction: instruction.md,
+or one instruction in `steps/<name>/` for each step. The tasks are cached as a Parquet file, whose
+name contains a hash of the files' contents. Invariant: a changed task is never read from the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import Field, field_validator
+
+from agent_loop.errors import TaskFileError
+from agent_loop.records import Task
+from proxy.settings.section import Section
+
+TASK_FILE = "task.toml"
+LOCAL_PATH = "local_task_path"
+_ROW_VERSION = b"1"
+"""Part of the cache's hash; to be changed whenever the format of the rows changes."""
+
+
+class HarborDataConfig(Section):
+    """The keys of a run's `data` section for Harbor task folders.
+
+    Example: HarborDataConfig(train_harbor_dir="tasks/train", harbor_train_limit=100)
+    """
+
+    train_harbor_dir: tuple[Path, ...] = ()
+    """Folders whose immediate subfolders are Harbor tasks to train on."""
+    val_harbor_dir: tuple[Path, ...] = ()
+    """Folders whose immediate subfolders are held-out Harbor tasks."""
+    harbor_dataset_dirs: tuple[Path, ...] = ()
+    """Additional folders that are searched for a task's folder by its `instance_id`."""
+    harbor_cache_dir: Path | None = None
+    """Folder for Parquet copies of the tasks; a copy is used as long as the task folders are
+    unchanged. None: read the task folders each time."""
+    harbor_overwrite: bool = False
+    """Read the task folders again and replace the Parquet copy."""
+    harbor_data_source: str = ""
+    """Name of the source of Harbor tasks; empty: the folder's name."""
+    harbor_ability: str = "agent"
+    """The value of the `ability` column in the tasks' data, as verl's datasets have it."""
+    harbor_train_limit: int | None = Field(None, ge=1)
+    """Number of tasks to use of each training folder, the first by name; None: all."""
+    harbor_val_limit: int | None = Field(None, ge=1)
+    """Number of tasks to use of each held-out folder, the first by name; None: all."""
+
+    @field_validator("train_harbor_dir", "val_harbor_dir", "harbor_dataset_dirs", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        """Accepts one folder, a list of folders, or folders separated as in PATH."""
+        return tuple(filter(None, value.split(":"))) if isinstance(value, str) else value
+
+    @property
+    def harbor_roots(self) -> tuple[Path, ...]:
+        """All folders in which a task's folder may be."""
+        return (*self.train_harbor_dir, *self.val_harbor_dir, *self.harbor_dataset_dirs)
+
+
+def read_harbor_dir(root: Path, config: HarborDataConfig, limit: int | None = None) -> list[Task]:
+    """The first `limit` tasks of the folder by name, or all of them.
+
+    Raises:
+        TaskFileError: the folder does not exist or holds no task, or a task is incomplete.
+    """
+    if not root.is_dir():
+        raise TaskFileError(f"{root}: not a folder; give one that holds Harbor task folders")
+    folders = sorted(path.parent for path in root.glob(f"*/{TASK_FILE}"))[:limit]
+    if not folders:
+        raise TaskFileError(f"{root}: no Harbor task in it (no subfolder holds {TASK_FILE})")
+    rows = _rows(root, config, folders)
+    source = config.harbor_data_source or root.name
+    shared = {"data_source": source, "ability": config.harbor_ability}
+    return [Task(row["task_id"], {**row, **shared}, source) for row in rows]
+
+
+def resolve_task_dir(task: Task, roots: Sequence[Path], template: str = "") -> Path | None:
+    """The task's folder: the first task folder among its `local_task_path`, `<instance_id>` in each
+    of the roots, and the template with `{instance_id}` and `{task_id}` replaced; None if there is
+    none.
+    """
+    instance = str(task.data.get("instance_id") or task.task_id)
+    candidates = [Path(root) / instance for root in roots]
+    if local := task.data.get(LOCAL_PATH):
+        candidates.insert(0, Path(str(local)))
+    if template:
+        filled = template.replace("{instance_id}", instance).replace("{task_id}", task.task_id)
+        candidates.append(Path(filled))
+    return next((path for path in candidates if (path / TASK_FILE).is_file()), None)
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    config = _config(folder)
+    if not (folder / "environment").is_dir():
+        raise TaskFileError(f"{folder}: no environment/ in it; a Harbor task needs one")
+    instructions = {name: _instruction(path) for name, path in _instructions(folder, config)}
+    return {
+        "task_id": folder.name,
+        "instance_id": folder.name,
+        LOCAL_PATH: str(folder.resolve()),
+        "instruction": "\n\n".join(instructions.values()),
+        "steps": [name for name in instructions if name],
+        "metadata": orjson.dumps(config.get("metadata", {}), default=str).decode(),
+    }
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / TASK_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TaskFileError(f"{folder / TASK_FILE}: {error}; fix it or remove the task") from None
+
+
+def _instructions(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Path]]:
+    """`(step name, file)`; the name is empty where the task has no steps."""
+    steps = config.get("steps") or []
+    if not steps:
+        yield "", folder / "instruction.md"
+    for step in steps:
+        yield step["name"], folder / "steps" / step["name"] / "instruction.md"
+
+
+def _instruction(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TaskFileError(
+            f"{path}: cannot read the instruction ({error.strerror}); a Harbor task needs "
+            "instruction.md, or one in each folder of steps/"
+        ) from None
+
+
+def _rows(root: Path, config: HarborDataConfig, folders: Sequence[Path]) -> list[dict[str, Any]]:
+    if config.harbor_cache_dir is None:
+        return list(map(_row, folders))
+    # Imported here: only the cache needs it, and it is one of the trainer's packages.
+    import pyarrow
+    from pyarrow import parquet
+
+    path = config.harbor_cache_dir / f"{root.name}-{_signature(folders)}.parquet"
+    if path.is_file() and not config.harbor_overwrite:
+        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+        return rows
+    rows = list(map(_row, folders))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
+    unfinished.replace(path)
+    return rows
+
+
+def _signature(folders: Sequence[Path]) -> str:
+    """A hash of everything that a row is made from: the folders' paths and the files' contents."""
+    digest = hashlib.sha256(_ROW_VERSION)
+    for folder in folders:
+        files = [folder / TASK_FILE, folder / "instruction.md"]
+        files += sorted(folder.glob("steps/*/instruction.md"))
+        for file in files:
+            content = file.read_bytes() if file.is_file() else b""
+            for part in (str(file.resolve()).encode(), content):
+                digest.update(len(part).to_bytes(8) + part)
+        digest.update(bytes([(folder / "environment").is_dir()]))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,181 @@
+"""Reward from a language model: an endpoint, a checkpoint that the run serves, or the policy.
+
+The judge is asked to end its answer with `Reward: <number>`. Invariant: an answer without a
+number within the bounds, or a judge that cannot be reached, is a `RewardError`, never 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import aiohttp
+import orjson
+from pydantic import Field, model_validator
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+
+from agent_loop.errors import ChatError, RewardError
+from agent_loop.extras.judge.models import (
+    EndpointJudge,
+    JudgeAccess,
+    JudgeModel,
+    PolicyJudge,
+    ServedJudge,
+)
+from agent_loop.model_api import chat_completion
+from agent_loop.records import FinishedTrial, Graded
+from agent_loop.reward_values import number
+from agent_loop.rewards.grader import answers
+from agent_loop.rewards.protocol import RewardConfig
+from proxy.engines.vllm_server import VllmConfig
+from proxy.machine.direct_hosts import proxy_for
+from proxy.records import Turn
+
+MAX_WAIT_S = 10.0
+"""Longest wait before the judge is asked again."""
+PROMPT = """An agent was given this task:
+
+{task}
+
+Its messages, in order:
+
+{answers}
+
+{criteria}
+End with one line of the form `Reward: <number>`, from {low:g} (failed) to {high:g} (perfect)."""
+
+_REWARD = re.compile(r"reward\s*[:=]\s*\**\s*([-+]?[\d.]*\d(?:e[-+]?\d+)?)", re.IGNORECASE)
+
+
+class JudgeConfig(RewardConfig):
+    """Example: JudgeConfig(base_url="https://…/v1", model="judge", api_key_env="JUDGE_KEY")"""
+
+    base_url: str | None = None
+    """URL of an OpenAI-compatible endpoint, with `/v1`. Exactly one of `base_url`, `checkpoint` and
+    `policy` is set."""
+    checkpoint: Path | None = None
+    """Checkpoint that the run serves with a vLLM of its own, from the first trial on."""
+    policy: bool = False
+    """The policy itself is the judge, in a session of kind `eval`, which is never trained."""
+    model: str | None = None
+    """Name of the model at `base_url`."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key of `base_url`."""
+    engine: VllmConfig = VllmConfig()
+    """The vLLM server of `checkpoint`, with the keys of the section `engine` that describe a
+    server. It runs on the trainer's machine; give it a GPU by `env`."""
+    criteria: str = "Judge whether the task was done, and done well."
+    """What the judge is asked to judge."""
+    low: float = 0.0
+    """The smallest reward, for a failure."""
+    high: float = 1.0
+    """The largest reward, for perfect work."""
+    max_tokens: int = Field(1024, ge=1)
+    """Maximum number of tokens of the judge's answer."""
+    max_answers_chars: int = Field(40_000, ge=100)
+    """Maximum number of characters of the agent's messages that the judge is shown; of a longer
+    text, it is shown the end."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Seconds for one answer."""
+    attempts: int = Field(3, ge=1)
+    """Maximum number of requests per trial; a request is repeated if the judge is busy or does not
+    answer in the requested form."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        given = [self.base_url is not None, self.checkpoint is not None, self.policy]
+        if sum(given) != 1:
+            raise ValueError(
+                "a judge is exactly one of base_url (an endpoint), checkpoint (served by the run) "
+                "and policy: true"
+            )
+        if (self.base_url is None) != (self.model is None):
+            raise ValueError("model names the model at base_url; set both or neither")
+        if self.api_key_env is not None and self.base_url is None:
+            raise ValueError("api_key_env is the key of base_url; remove it")
+        return self
+
+    def build(self) -> Judge:
+        return Judge(self)
+
+    def build_model(self) -> JudgeModel:
+        """Raises ConfigurationError: the key's variable is not set, or there is no checkpoint."""
+        if self.base_url is not None and self.model is not None:
+            return EndpointJudge(self.base_url, self.model, self.api_key_env)
+        if self.checkpoint is not None:
+            return ServedJudge(self.checkpoint, self.engine)
+        return PolicyJudge(ttl_s=(self.timeout_s + MAX_WAIT_S) * self.attempts)
+
+
+class Judge:
+    """Asks the model once per trial, and again if the answer cannot be used."""
+
+    def __init__(self, settings: JudgeConfig, model: JudgeModel | None = None) -> None:
+        """`model` replaces the model of the settings.
+
+        Raises:
+            ConfigurationError: as `JudgeConfig.build_model`.
+        """
+        self._settings = settings
+        self._model = model or settings.build_model()
+        self._http: aiohttp.ClientSession | None = None
+
+    async def grade(self, finished: FinishedTrial) -> Graded:
+        settings = self._settings
+        prompt = PROMPT.format(
+            task=finished.trial.task.prompt,
+            answers=transcript(finished.turns)[-settings.max_answers_chars :],
+            criteria=settings.criteria,
+            low=settings.low,
+            high=settings.high,
+        )
+        async with self._model.access(finished) as access:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(RewardError),
+                stop=stop_after_attempt(settings.attempts),
+                wait=wait_exponential(multiplier=0.5, max=MAX_WAIT_S),
+                reraise=True,
+            ):
+                with attempt:
+                    value = self._parse(await self._ask(access, prompt))
+        return Graded(value)
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+        await self._model.close()
+
+    async def _ask(self, access: JudgeAccess, prompt: str) -> str:
+        settings = self._settings
+        if self._http is None:
+            self._http = aiohttp.ClientSession(proxy=proxy_for(access.base_url))
+        body = {
+            "model": access.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": settings.max_tokens,
+            "temperature": 0,
+        }
+        try:
+            return await chat_completion(
+                self._http, access.base_url, access.headers, body, settings.timeout_s
+            )
+        except ChatError as error:
+            raise RewardError(f"judge: {error}") from error
+
+    def _parse(self, answer: str) -> float:
+        found = _REWARD.findall(answer)
+        if not found:
+            raise RewardError(f"judge: no `Reward: <number>` in its answer: …{answer[-80:]!r}")
+        value = number(found[-1], "judge")
+        low, high = self._settings.low, self._settings.high
+        if not low <= value <= high:
+            raise RewardError(f"judge: reward {value} is not between {low} and {high}")
+        return value
+
+
+def transcript(turns: Sequence[Turn]) -> str:
+    """The agent's messages, with its tool calls, as JSON lines."""
+    return "\n".join(orjson.dumps(message).decode() for message in answers(turns))

@@ -1,1 +1,0 @@
-"""Plug-ins that run this package's trials inside other trainers."""

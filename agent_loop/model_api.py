@@ -1,0 +1,65 @@
+"""The headers of a service whose API key is in an environment variable.
+
+One request to a model behind OpenAI's Chat Completions, for judges and writers of questions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+
+from agent_loop.errors import ChatError
+from proxy.errors import ConfigurationError
+
+
+def json_headers(setting: str, variable: str | None, key: str) -> dict[str, str]:
+    """The headers of a JSON request, with the value of `variable` as a bearer token.
+
+    `setting` is the setting that names the variable (None: no token), `key` says whose key it is.
+
+    Raises:
+        ConfigurationError: the variable is not set.
+    """
+    headers = {"Content-Type": "application/json"}
+    if variable is None:
+        return headers
+    if variable not in os.environ:
+        raise ConfigurationError(
+            f"{setting}: the variable {variable!r} is not set; export it with {key}"
+        )
+    return headers | {"Authorization": f"Bearer {os.environ[variable]}"}
+
+
+HTTP_OK = 200
+
+
+async def chat_completion(
+    http: aiohttp.ClientSession,
+    base_url: str,
+    headers: Mapping[str, str],
+    body: Mapping[str, Any],
+    timeout_s: float,
+) -> str:
+    """The text of the answer. `base_url` ends with `/v1`.
+
+    Raises:
+        ChatError: no answer in time, an error of the server, or another answer than a completion.
+    """
+    url = f"{base_url}/chat/completions"
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with http.post(
+            url, data=orjson.dumps(body), headers=headers, timeout=timeout
+        ) as response:
+            raw = await response.read()
+            if response.status != HTTP_OK:
+                raise ChatError(f"{url} answered {response.status}: {raw[:200]!r}")
+            return str(orjson.loads(raw)["choices"][0]["message"]["content"])
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ChatError(f"{url} did not answer: {error!r}") from error
+    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        raise ChatError(f"{url} returned no chat completion: {error!r}") from error

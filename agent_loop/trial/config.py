@@ -1,0 +1,133 @@
+"""The sections of a configuration that a trial reads: the agent's limits, the sampling parameters,
+and the proxy that records the trial.
+
+Each is part of a larger section under the same key names: `TrialConfig` of `remote_agent`,
+`SamplingConfig` of `rollout`, `RecordingConfig` of `proxy_server`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from agent_loop.trial.credit import CreditConfig
+from agent_loop.trial.salvage import SalvageConfig
+from proxy.records.alternatives import MAX_ALTERNATIVES
+from proxy.settings.section import Section
+from proxy.wall import Wall
+
+
+class TrialConfig(Section):
+    """Example: TrialConfig(timeout_s=120, max_retries=0)"""
+
+    await_reward_s: float = Field(0.0, ge=0)
+    """Seconds that a trial waits for a posted reward after its agent has ended; 0: only rewards
+    that were posted before then count."""
+    credit: CreditConfig = CreditConfig()
+    """Which turns the reward is credited to."""
+    model_name: str = "policy"
+    """The model name that agents are given."""
+    policies: Mapping[str, str] = Field(default_factory=dict)
+    """Other model names that the agent may request → policies: of `trainer.policies`, or of other
+    runs on the same proxy (their `model.lora.policy`), whose tokens this run does not train. All
+    other names are this run's `model.lora.policy`."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds that an agent may run."""
+    max_retries: int = Field(1, ge=0)
+    """Number of times that a trial that failed through no fault of its agent is started over."""
+    retry_base_delay: float = Field(0.0, ge=0)
+    """Seconds before the first retry; doubled for each further retry."""
+    salvage: SalvageConfig | None = None
+    """If set (`salvage: {}`), a lost trial is continued from its last answered turn instead of
+    started over: its agent runs again in a fresh workspace, and the proxy answers its first calls
+    from the recording (docs/rewind.md). For agents whose tools can run twice."""
+    keep_workspaces: bool = False
+    """Keep each trial's working directory. Its logs are kept in any case."""
+    sandbox: Literal["light", "strict", "off"] = "light"
+    """`light`: local agents (`command`, `python`) run in a PID namespace of their own; the run's
+    folder, the files of tasks and verifiers, and `hide` are empty for them, and they cannot connect
+    to the ports of this run's processes except the proxy's. `strict`: they also get a private copy
+    of the machine's files, discarded at their end, in which the home folder is empty except for
+    `show`; needs root. `off`: they can read all of that, and what other agents record. Harbor's
+    agents have Harbor's sandbox, which is the same as `strict`."""
+    hide: tuple[Path, ...] = ()
+    """Additional files and folders that are empty for local agents."""
+    show: tuple[Path, ...] = ()
+    """With `strict`: files and folders that the agent can read, such as programs in the home
+    folder. The Python of this run, and the agent's scripts or module, can always be read."""
+    hidden_fields: tuple[str, ...] | None = None
+    """Fields of a task that the agent does not get. None: `answer`, `answers`, `solution` and
+    `ground_truth` if a verifier, a grader or a judge gives the reward; these still get them."""
+
+    def wall(self, hidden: Sequence[Path], shown: Sequence[Path]) -> Wall | None:
+        """The wall of local agents, which also hides `hidden` and, if it is strict, also shows
+        `shown`; None with `off`."""
+        if self.sandbox == "off":
+            return None
+        show = [str(path.absolute()) for path in (*self.show, *shown)]
+        return Wall(
+            hide=tuple(str(path.absolute()) for path in (*self.hide, *hidden)),
+            show=tuple(show) if self.sandbox == "strict" else None,
+        )
+
+    @property
+    def fields_hidden(self) -> frozenset[str]:
+        """The names of the hidden fields, after the default is resolved."""
+        return frozenset(self.hidden_fields or ())
+
+
+class SamplingConfig(Section):
+    """Example: SamplingConfig(temperature=1.0, max_tokens=2048)"""
+
+    temperature: float = Field(1.0, gt=0)
+    """Replaces the agent's own temperature in training; the trainer scales its logits by the same
+    value."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Must be 1: any other value would sample from another distribution than the trainer's."""
+    top_k: int = Field(-1, ge=-1)
+    """Must be -1 (all tokens), for the same reason."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens per answer; None: what the agent requests, within the context."""
+    max_turns: int | None = Field(None, ge=1)
+    """Maximum number of model calls per trial; None: the proxy's own limit."""
+    seeded: bool = False
+    """Make sampling reproducible from the run's seed; slower in large batches on a GPU."""
+    routed_experts: bool = False
+    """Record the experts that the router of a mixture-of-experts model chose for each token
+    (docs/models.md). `model.router_replay: replay` does so in any case."""
+    alternatives: int = Field(0, ge=0, le=MAX_ALTERNATIVES)
+    """Number of the most probable tokens to record at each sampled position (docs/view.md)."""
+
+    @property
+    def pinned(self) -> dict[str, float | int]:
+        """The parameters that replace the agent's own in a training session, besides the seed."""
+        pinned: dict[str, float | int] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        if self.routed_experts:
+            pinned["routed_experts"] = 1
+        if self.alternatives:
+            pinned["alternatives"] = self.alternatives
+        if self.max_tokens is not None:
+            pinned["max_tokens"] = self.max_tokens
+        return pinned
+
+    @property
+    def session_limits(self) -> Mapping[str, int]:
+        """The session's limits, in the proxy's format."""
+        return {} if self.max_turns is None else {"max_turns": self.max_turns}
+
+
+class RecordingConfig(Section):
+    """Example: RecordingConfig(profile="claude-code", patience_s=10)"""
+
+    profile: str = "default"
+    """The proxy's profile of the agent: what is removed, matched and kept of its requests."""
+    patience_s: float = Field(60.0, ge=0)
+    """Seconds that a trial, at its start and its end, and an update of the engines wait for a proxy
+    that is being restarted."""

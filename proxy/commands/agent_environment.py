@@ -1,0 +1,133 @@
+"""What agents need to reach the proxy: environment variables and flags.
+
+The data are the files of `examples/agents`, by which agents are also trained; the wheel contains
+them. Of such a file, `remote_agent.command.env` has the variables, and `run` has what a command
+line of the user's own needs in addition:
+
+    run: {flags: [-c, …], env: {…}}    flags are inserted after the program's name
+
+Placeholders as in training: `{base_url}`, `{api_key}`, `{model}`, `{directory}`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from proxy.client import SessionHandle
+from proxy.errors import ConfigurationError
+from proxy.machine.direct_hosts import with_direct_hosts
+
+_PACKAGES = Path(__file__).resolve().parents[2]
+_INSTALLED = _PACKAGES / "agentic_rl_examples"
+FOLDER = (_INSTALLED if _INSTALLED.is_dir() else _PACKAGES / "examples") / "agents"
+
+MODEL = "policy"
+"""The model name that agents are given. The proxy accepts any name."""
+FOREIGN = (
+    "ANTHROPIC_AUTH_TOKEN",
+    "CLAUDE_CODE_OAUTH_TOKEN",
+    "CLAUDE_CODE_USE_BEDROCK",
+    "CLAUDE_CODE_USE_VERTEX",
+    "OPENAI_ORGANIZATION",
+    "OPENAI_PROJECT_ID",
+)
+"""Variables that would lead an agent to another provider than the proxy."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProgram:
+    """Example: AgentProgram("claude-code", "claude", env={"IS_SANDBOX": "1"})"""
+
+    name: str
+    program: str
+    """The program's file name."""
+    flags: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, argv: Sequence[str], placeholders: Mapping[str, str]) -> list[str]:
+        """The user's command with this agent's flags."""
+        return [argv[0], *(_filled(flag, placeholders) for flag in self.flags), *argv[1:]]
+
+    def variables(self, placeholders: Mapping[str, str]) -> dict[str, str]:
+        return {name: _filled(value, placeholders) for name, value in self.env.items()}
+
+
+def known_agents() -> dict[str, AgentProgram]:
+    """Every agent with a file, by its name: the file's, with `-` for `_`."""
+    found = [_read(file) for file in sorted(FOLDER.glob("*.yaml"))]
+    return {agent.name: agent for agent in found}
+
+
+def find_agent(argv: Sequence[str], name: str | None) -> AgentProgram:
+    """The agent of this name, or else the one whose program is called; an agent without variables
+    of its own if none is known.
+
+    Raises:
+        ConfigurationError: the name is unknown.
+    """
+    known = known_agents()
+    if name is not None:
+        if name not in known:
+            raise ConfigurationError(f"--agent {name}: unknown; use one of {', '.join(known)}")
+        return known[name]
+    program = Path(argv[0]).name
+    matching = (agent for agent in known.values() if agent.program == program)
+    return next(matching, AgentProgram(program, program))
+
+
+def session_variables(session: SessionHandle) -> dict[str, str]:
+    """What every agent gets, in the names that OpenAI's and Anthropic's SDKs read."""
+    return {
+        "OPENAI_BASE_URL": session.base_url,
+        "OPENAI_API_BASE": session.base_url,
+        "OPENAI_API_KEY": session.api_key,
+        "OPENAI_MODEL": MODEL,
+        "ANTHROPIC_BASE_URL": session.anthropic_base_url,
+        "ANTHROPIC_API_KEY": session.api_key,
+        "ANTHROPIC_MODEL": MODEL,
+        "AGENT_MODEL": MODEL,
+    }
+
+
+def agent_environment(
+    agent: AgentProgram, session: SessionHandle, directory: Path
+) -> dict[str, str]:
+    """This process's environment without secrets of the proxy and without `FOREIGN`, and the
+    variables by which the agent reaches the session."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("AGENTIC_") and name not in FOREIGN
+    }
+    own = agent.variables(placeholders(session, directory))
+    inherited["PWD"] = os.getcwd()  # some agents read it instead of calling getcwd
+    return with_direct_hosts({**inherited, **session_variables(session), **own}, session.base_url)
+
+
+def placeholders(session: SessionHandle, directory: Path) -> dict[str, str]:
+    return {
+        "base_url": session.base_url,
+        "api_key": session.api_key,
+        "model": MODEL,
+        "directory": str(directory),
+    }
+
+
+def _read(file: Path) -> AgentProgram:
+    loaded: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    command, run = loaded["remote_agent"]["command"], loaded.get("run", {})
+    env = {**command.get("env", {}), **run.get("env", {})}
+    name, program = file.stem.replace("_", "-"), Path(command["argv"][0]).name
+    return AgentProgram(name, program, run.get("flags", ()), env)
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace("{" + name + "}", value)
+    return text

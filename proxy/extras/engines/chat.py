@@ -1,0 +1,180 @@
+"""The client of a hosted model that accepts and returns messages: any OpenAI-compatible
+`/v1/chat/completions`, such as OpenAI's, Anthropic's and Google's.
+
+It gets the conversation instead of the prompt's ids, and its answer is rendered as the ids that the
+proxy's own model would have sampled to give it, so that sessions with such a teacher can train that
+model (`agentic-train sft`). Invariant: its answers are never trained by a policy-gradient loss. It
+serves only EVAL sessions (the router sends it no call of a TRAIN session), and each of its tokens
+is recorded with a log-probability of NaN, which trajectories refuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import msgspec
+import orjson
+
+from proxy.config import EngineConfig
+from proxy.conversation.messages import Conversation, Message, ToolCall
+from proxy.engines.http_engine import Answer, Choice, HttpEngine, Received
+from proxy.engines.protocol import Chunk, Sampling
+from proxy.errors import EngineError, RequestError
+from proxy.extras.engines.text_only import check_sampling
+from proxy.records import FinishReason, Ids
+from proxy.rendering.answers import answer_ids
+from proxy.rendering.rendering import Rendering
+
+ROUTE = "/v1/chat/completions"
+END_IDS = 4
+"""Number of ids at the prompt's end that are compared with those of the conversation: enough to see
+that an answer is not begun by the agent."""
+_OPTIONAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "seed": None,
+}
+"""Parameters that are sent only when they differ from these neutral values, because some hosted
+models refuse them."""
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str
+    arguments: str = "{}"
+
+
+class _Call(msgspec.Struct, gc=False):
+    function: _Function
+    id: str = ""
+
+
+class _Said(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(Choice, gc=False):
+    message: _Said = msgspec.field(default_factory=_Said)
+    finish_reason: str | None = None
+
+
+class _Answer(Answer, gc=False):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+
+
+class ChatEngine(HttpEngine[_Answer]):
+    """Implements `proxy.engines.protocol.Engine`. Reports neither token ids nor versions, and
+    returns each answer as a whole."""
+
+    route = ROUTE
+    _decoder = msgspec.json.Decoder(_Answer)
+
+    def __init__(self, url: str, *, rendering: Rendering, **more: Any) -> None:
+        super().__init__(url, **more)
+        self._rendering = rendering
+        self._info.text_only = True
+
+    @classmethod
+    def of_model(cls, config: EngineConfig, rendering: Rendering) -> Self:
+        """`rendering` is that of the proxy's model."""
+        key = config.api_key.get_secret_value() if config.api_key else None
+        return cls(
+            config.url, rendering=rendering, name=config.name, api_key=key, model=config.model
+        )
+
+    def _body(
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        request_id: str,
+        cache_salt: str | None,
+        stream: bool,
+    ) -> bytes:
+        asked = self._conversation(sampling, prompt_ids)
+        body: dict[str, Any] = {
+            "model": self._info.model,
+            "messages": [_chat(message) for message in asked.messages],
+            "max_completion_tokens": sampling.max_tokens,
+        }
+        if asked.tools:
+            body["tools"] = asked.tools
+        for name, neutral in _OPTIONAL.items():
+            if getattr(sampling, name) != neutral:
+                body[name] = getattr(sampling, name)
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        return orjson.dumps(body)
+
+    def _conversation(self, sampling: Sampling, prompt_ids: Ids) -> Conversation:
+        """Raises RequestError for a request that the route cannot express."""
+        check_sampling(sampling, "the hosted model")
+        asked = sampling.conversation
+        if asked is None or asked.raw is not None:
+            raise RequestError("prompt: the hosted model takes messages only", param="prompt")
+        end = self._rendering.full(asked)[-END_IDS:].tolist()
+        begun = prompt_ids[-END_IDS:].tolist() != end
+        if begun or (asked.messages and asked.messages[-1].role == "assistant"):
+            raise RequestError(
+                "messages: the hosted model cannot continue an answer that the request begins "
+                "(tool_choice, or a last assistant message)",
+                param="messages",
+            )
+        return asked
+
+    async def _stream(self, body: bytes, received: Received) -> None:
+        await self._whole(body, received)
+
+    def _chunks(
+        self, answers: Sequence[_Answer], sampling: Sampling, given: int
+    ) -> Iterator[Chunk]:
+        for answer in answers:
+            for choice in answer.choices:
+                yield self._chunk(choice, sampling)
+
+    def _chunk(self, choice: _Choice, sampling: Sampling) -> Chunk:
+        """Raises EngineError if the model's chat template cannot express the answer."""
+        reason = choice.finish_reason or "stop"
+        ended = FinishReason.STOP if reason == "tool_calls" else self._finish_reason(reason)
+        said, asked = choice.message, sampling.conversation or Conversation([])
+        calls = [
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in said.tool_calls or ()
+        ]
+        answer = Message("assistant", said.content or "", said.reasoning_content, calls)
+        cut = ended is FinishReason.LENGTH
+        ids = answer_ids(self._rendering, asked, answer, truncated=cut)
+        if ids is None:
+            raise EngineError(
+                f"engine {self._upstream.url} gave an answer that the chat template of the proxy's "
+                "model cannot express",
+                status=502,
+            )
+        return Chunk(ids, [math.nan] * len(ids), finish_reason=ended)
+
+    async def _learn(self) -> None:
+        """Hosted models have no route for their health; the model's name is requested once."""
+        if self._info.model is None:
+            await super()._learn()
+
+
+def _chat(message: Message) -> dict[str, Any]:
+    """The message as Chat Completions takes it. Reasoning is the model's own and is not sent."""
+    entry: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.role == "tool":
+        entry["tool_call_id"] = message.tool_call_id or ""
+    if message.tool_calls:
+        entry["content"] = message.text or None
+        entry["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return entry

@@ -1,0 +1,318 @@
+"""Formats whose rows hold the recorded tokens: one row per path of a session's token tree.
+
+A path ends with its last sampled token. Paths without a token to train have no row. `prompt` below
+is what comes before a path's first token to train, and `response` is the rest, in which the answers
+of tools are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from proxy.extras.export.protocol import Row, Sample
+from proxy.records import Turn
+from proxy.records.routed_experts import dump_text
+from proxy.token_tree.routing import Routing, routing_along, routing_of
+from proxy.token_tree.sampled_paths import SampledPath, sampled_paths
+
+UNTRAINED = -100
+"""The label of tokens without a loss, in PyTorch and TRL."""
+
+
+class TokensFormat:
+    """The record itself: ids, which of them were sampled, log-probabilities, versions, and the
+    experts of a mixture: base64 of the `.npy` of `[T, layers, k]`, and which tokens have a row."""
+
+    unit: Literal["session"] = "session"
+    trains = needs_reward = False
+
+    def schema(self, pa: Any) -> Any:
+        ints = pa.list_(pa.int32())
+        return pa.schema(
+            {
+                "trial_id": pa.string(),
+                "kind": pa.string(),
+                "reward": pa.float64(),
+                "rewards": pa.string(),
+                "metadata": pa.string(),
+                "turns": ints,
+                "ids": ints,
+                "sampled": pa.list_(pa.bool_()),
+                "logprobs": pa.list_(pa.float32()),
+                "versions": ints,
+                "routed_experts": pa.string(),
+                "routed": pa.list_(pa.bool_()),
+            }
+        )
+
+    def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        (sample,) = samples
+        session = sample.session
+        rewards = [
+            {"key": r.key, "value": r.value, "turn": r.turn, "branch": r.branch}
+            for r in session.rewards
+        ]
+        routings = routing_of(sample.turns)
+        for path in sampled_paths(sample.turns):
+            routing = routing_along(sample.turns, routings, path.turns)
+            yield {
+                "trial_id": session.session_id,
+                "kind": session.kind.value,
+                "reward": sample.reward,
+                "rewards": rewards,
+                "metadata": dict(session.metadata),
+                "turns": path.turns,
+                "ids": path.ids.tolist(),
+                "sampled": path.sampled.tolist(),
+                "logprobs": path.logprobs.tolist(),
+                "versions": path.versions.tolist(),
+                "routed_experts": None if routing is None else dump_text(routing.experts),
+                "routed": None if routing is None else routing.known.tolist(),
+            }
+
+
+class SftFormat:
+    """TRL's `SFTTrainer`, with exact tokens: `input_ids`, and `labels` that are -100 for tokens
+    that the policy did not sample."""
+
+    unit: Literal["session"] = "session"
+    trains, needs_reward = True, False
+
+    def schema(self, pa: Any) -> Any:
+        ids = pa.list_(pa.int64())
+        return pa.schema({**_head(pa), "input_ids": ids, "labels": ids})
+
+    def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        for path, head in _trained(samples):
+            labels = np.where(path.sampled, path.ids, UNTRAINED)
+            yield {**head, "input_ids": path.ids.tolist(), "labels": labels.tolist()}
+
+
+class TrlFormat:
+    """What a `rollout_func` of TRL's `GRPOTrainer` returns, one completion per row."""
+
+    unit: Literal["session"] = "session"
+    trains = needs_reward = True
+
+    def schema(self, pa: Any) -> Any:
+        ids = pa.list_(pa.int64())
+        columns = {"prompt_ids": ids, "completion_ids": ids, "env_mask": ids}
+        return pa.schema({**_head(pa), **columns, "logprobs": pa.list_(pa.float32())})
+
+    def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        for path, head in _trained(samples):
+            prompt, response = _split(path)
+            yield {
+                **head,
+                "prompt_ids": path.ids[prompt].tolist(),
+                "completion_ids": path.ids[response].tolist(),
+                "env_mask": path.sampled[response].astype(int).tolist(),
+                "logprobs": _masked(path.logprobs, path)[response].tolist(),
+            }
+
+
+class VerlFormat:
+    """verl's `AgentLoopOutput`."""
+
+    unit: Literal["session"] = "session"
+    trains = needs_reward = True
+
+    def schema(self, pa: Any) -> Any:
+        ids = pa.list_(pa.int64())
+        return pa.schema(
+            {
+                "prompt_ids": ids,
+                "response_ids": ids,
+                "response_mask": ids,
+                "response_logprobs": pa.list_(pa.float32()),
+                "routed_experts": pa.list_(pa.list_(pa.list_(pa.int16()))),
+                "reward_score": pa.float64(),
+                "num_turns": pa.int64(),
+                "metrics": pa.struct({"generate_sequences": pa.float64()}),
+                "extra_fields": pa.struct(
+                    {"trial_id": pa.string(), "task_id": pa.string(), "versions": ids}
+                ),
+            }
+        )
+
+    def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        (sample,) = samples
+        generate_s = sum(turn.duration_s or 0.0 for turn in sample.turns)
+        routings = routing_of(sample.turns)
+        for path, head in _trained(samples):
+            prompt, response = _split(path)
+            yield {
+                "prompt_ids": path.ids[prompt].tolist(),
+                "response_ids": path.ids[response].tolist(),
+                "response_mask": path.sampled[response].astype(int).tolist(),
+                "response_logprobs": _masked(path.logprobs, path)[response].tolist(),
+                "routed_experts": _replayable(sample.turns, routings, path),
+                "reward_score": head["reward"],
+                "num_turns": len(path.turns),
+                "metrics": {"generate_sequences": generate_s},
+                "extra_fields": {
+                    "trial_id": head["trial_id"],
+                    "task_id": head["task_id"],
+                    "versions": path.versions[response].tolist(),
+                },
+            }
+
+
+class PrimeRlFormat:
+    """prime-rl's `TrainingSample`."""
+
+    unit: Literal["session"] = "session"
+    trains = needs_reward = True
+
+    def schema(self, pa: Any) -> Any:
+        floats = pa.list_(pa.float32())
+        return pa.schema(
+            {
+                "token_ids": pa.list_(pa.int64()),
+                "mask": pa.list_(pa.bool_()),
+                "logprobs": floats,
+                "temperatures": floats,
+                "env_name": pa.string(),
+                "advantages": floats,
+            }
+        )
+
+    def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        (sample,) = samples
+        source = str(sample.session.metadata.get("source", "default"))
+        for path, _ in _trained(samples):
+            yield {
+                "token_ids": path.ids.tolist(),
+                "mask": path.sampled.tolist(),
+                "logprobs": _masked(path.logprobs, path).tolist(),
+                "temperatures": path.temperatures.tolist(),
+                "env_name": source,
+                "advantages": (path.sampled * np.float32(sample.advantage)).tolist(),
+            }
+
+
+class TinkerFormat:
+    """The JSON of tinker's `Datum`, for its losses `importance_sampling`, `ppo` and `cispo`: the
+    model sees all tokens but the last, and each position's target is the next token."""
+
+    unit: Literal["session"] = "session"
+    trains = needs_reward = True
+
+    def schema(self, pa: Any) -> Any:
+        ints, floats = pa.list_(pa.int64()), pa.list_(pa.float32())
+        chunk = pa.struct({"type": pa.string(), "tokens": ints})
+        tensors = {
+            name: pa.struct({"dtype": pa.string(), "shape": ints, "data": data})
+            for name, data in (
+                ("target_tokens", ints),
+                ("logprobs", floats),
+                ("advantages", floats),
+            )
+        }
+        return pa.schema(
+            {
+                **_head(pa),
+                "model_input": pa.struct({"chunks": pa.list_(chunk)}),
+                "loss_fn_inputs": pa.struct(tensors),
+            }
+        )
+
+    def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        (sample,) = samples
+        for path, head in _trained(samples):
+            advantages = path.sampled * np.float32(sample.advantage)
+            yield {
+                **head,
+                "model_input": {
+                    "chunks": [{"type": "encoded_text", "tokens": path.ids[:-1].tolist()}]
+                },
+                "loss_fn_inputs": {
+                    "target_tokens": _tensor("int64", path.ids[1:]),
+                    "logprobs": _tensor("float32", _masked(path.logprobs, path)[1:]),
+                    "advantages": _tensor("float32", advantages[1:]),
+                },
+            }
+
+
+class SkyRlFormat:
+    """The columns of SkyRL's `GeneratorOutput`, one response per row."""
+
+    unit: Literal["session"] = "session"
+    trains = needs_reward = True
+
+    def schema(self, pa: Any) -> Any:
+        ids = pa.list_(pa.int64())
+        trajectory = pa.struct({"instance_id": pa.string(), "repetition_id": pa.int64()})
+        return pa.schema(
+            {
+                "prompt_token_ids": ids,
+                "response_ids": ids,
+                "loss_masks": ids,
+                "rollout_logprobs": pa.list_(pa.float32()),
+                "rewards": pa.float64(),
+                "stop_reasons": pa.string(),
+                "trajectory_ids": trajectory,
+            }
+        )
+
+    def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        (sample,) = samples
+        for number, (path, head) in enumerate(_trained(samples)):
+            prompt, response = _split(path)
+            reason = sample.turns[path.turns[-1]].finish_reason
+            yield {
+                "prompt_token_ids": path.ids[prompt].tolist(),
+                "response_ids": path.ids[response].tolist(),
+                "loss_masks": path.sampled[response].astype(int).tolist(),
+                "rollout_logprobs": _masked(path.logprobs, path)[response].tolist(),
+                "rewards": head["reward"],
+                "stop_reasons": "length" if reason == "length" else "stop",
+                "trajectory_ids": {"instance_id": head["trial_id"], "repetition_id": number},
+            }
+
+
+def _trained(samples: Sequence[Sample]) -> Iterator[tuple[SampledPath, Row]]:
+    """The paths that have a token to train, each with the columns that name its session."""
+    (sample,) = samples
+    head = {
+        "trial_id": sample.session.session_id,
+        "task_id": sample.task_id,
+        "reward": sample.reward,
+    }
+    for path in sampled_paths(sample.turns):
+        if path.sampled.any():
+            yield path.up_to_the_last_sampled(), head
+
+
+def _split(path: SampledPath) -> tuple[slice, slice]:
+    """The prompt and the response."""
+    first = int(path.sampled.argmax())
+    return slice(0, first), slice(first, len(path.ids))
+
+
+def _replayable(
+    turns: Sequence[Turn], routings: Sequence[Routing | None], path: SampledPath
+) -> list[list[list[int]]] | None:
+    """`[T - 1, layers, k]`, the experts up to the token before the path's last one; None if one of
+    these tokens has no row, because verl would replay expert 0 for it."""
+    routing = routing_along(turns, routings, path.turns)
+    before = slice(0, len(path.ids) - 1)
+    if routing is None or not routing.known[before].all():
+        return None
+    experts: list[list[list[int]]] = routing.experts[before].tolist()
+    return experts
+
+
+def _masked(values: Any, path: SampledPath) -> Any:
+    return np.where(path.sampled, values, np.float32(0))
+
+
+def _tensor(dtype: str, values: Any) -> Row:
+    return {"dtype": dtype, "shape": [len(values)], "data": values.tolist()}
+
+
+def _head(pa: Any) -> Row:
+    return {"trial_id": pa.string(), "task_id": pa.string(), "reward": pa.float64()}

@@ -1,0 +1,155 @@
+"""Several processes on one port: the kernel gives each connection to one of them (SO_REUSEPORT).
+
+`serve_workers` runs in the parent. `worker.py` is the program of a child: it reads its part from
+standard input and stops when that closes, so that it never outlives the parent, even after
+`kill -9`. A child that ends is started again, also if it ends during its start; the agents' retries
+continue from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import Process
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from proxy.config import ProxyConfig
+from proxy.errors import ConfigurationError
+from proxy.machine.port import family, http_url, unusable_port
+
+WORKER = (sys.executable, "-m", "proxy.extras.several_processes.worker")
+"""The child's command."""
+REFUSED = 2
+"""The child's exit code if its configuration is wrong; the child has printed why."""
+MAX_FAILED_STARTS = 5
+RESTART_DELAY_S = 0.5
+"""Delay after the first failed start; it doubles with each of the next `MAX_FAILED_STARTS` - 1."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPart:
+    """What one of several processes serves."""
+
+    config: ProxyConfig
+    own_socket: Path
+    siblings: tuple[Path, ...]
+
+
+async def serve_workers(
+    config: ProxyConfig, stop: asyncio.Event, listening: Callable[[ProxyConfig, str], None]
+) -> None:
+    """Runs the processes until `stop`. Calls `listening` when all of them listen.
+
+    Raises:
+        ConfigurationError: a process refuses its configuration, or repeatedly fails to start.
+    """
+    if config.relay.token is not None:
+        raise ConfigurationError(
+            "workers must be 1 with relay.token, because a relay worker joins one process"
+        )
+    with tempfile.TemporaryDirectory(prefix="agentic-proxy-") as folder, _reserve(config) as port:
+        # ProxyConfig can be pickled, but the class that `load_config` returns cannot.
+        config = ProxyConfig.model_construct(**{**dict(config), "port": port})
+        sockets = [Path(folder) / f"{number}.sock" for number in range(config.workers)]
+        parts = [WorkerPart(config, own, tuple(s for s in sockets if s != own)) for own in sockets]
+        ready = [asyncio.Event() for _ in parts]
+        keepers = [
+            asyncio.create_task(_keep(part, is_ready, stop))
+            for part, is_ready in zip(parts, ready, strict=True)
+        ]
+        all_ready = asyncio.create_task(_all(ready))
+        try:
+            await asyncio.wait([all_ready, *keepers], return_when=asyncio.FIRST_COMPLETED)
+            if all_ready.done():
+                url = config.public_url or http_url(config.host, port)
+                listening(config, url.rstrip("/"))
+            await asyncio.gather(*keepers)
+        finally:
+            stop.set()
+            all_ready.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+
+async def _all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
+
+
+async def _keep(part: WorkerPart, ready: asyncio.Event, stop: asyncio.Event) -> None:
+    """Runs the child, and starts it again whenever it ends, until `stop`. Once a child has
+    listened, the configuration is right, and failed starts have no limit.
+
+    Raises:
+        ConfigurationError: the child refused its configuration at the first start, or ended
+            `MAX_FAILED_STARTS` times in a row before it ever listened.
+    """
+    failed_starts = 0
+    while not stop.is_set():
+        child = await asyncio.create_subprocess_exec(
+            *WORKER, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        if await _listens(child, part):
+            failed_starts = 0
+            ready.set()
+            await _until_ended(child, stop)
+            continue
+        code = await child.wait()
+        failed_starts += 1
+        if code == REFUSED and not ready.is_set():
+            raise ConfigurationError("a worker process did not start; see its message above")
+        if failed_starts == MAX_FAILED_STARTS and not ready.is_set():
+            raise ConfigurationError(
+                f"a worker process ended {failed_starts} times in a row before it listened, last"
+                f" with code {code}; see the messages above"
+            )
+        _log.error(
+            "worker process %d ended with code %s before it listened; restarting", child.pid, code
+        )
+        doublings = min(failed_starts, MAX_FAILED_STARTS) - 1
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), RESTART_DELAY_S * 2**doublings)
+
+
+async def _listens(child: Process, part: WorkerPart) -> bool:
+    """Gives the child its part and waits. False when it ended before it listened."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    if child.stdin.is_closing():  # uvloop refuses to write to a child that has ended
+        return False
+    child.stdin.write(pickle.dumps(part))
+    return bool(await child.stdout.readline())
+
+
+async def _until_ended(child: Process, stop: asyncio.Event) -> None:
+    """Returns when the child has ended, by itself or because of `stop`."""
+    assert child.stdin is not None
+    stopping, ended = asyncio.create_task(stop.wait()), asyncio.create_task(child.wait())
+    try:
+        await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            _log.error("worker process %d ended with code %s; restarting", child.pid, await ended)
+        child.stdin.close()
+        await ended
+    finally:
+        stopping.cancel()
+
+
+@contextlib.contextmanager
+def _reserve(config: ProxyConfig) -> Iterator[int]:
+    """Reserves the port with a socket that does not listen."""
+    with socket.socket(family(config.host)) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            holder.bind((config.host, config.port))
+        except OSError as error:
+            raise unusable_port("port", config.host, config.port, error) from error
+        yield int(holder.getsockname()[1])

@@ -1,0 +1,162 @@
+"""Who may read the page: a link that works once, keys that can be revoked, and the admin key.
+
+Each of these secrets is exchanged for a cookie of one browser. Invariant: the store has digests
+only; a key that is revoked, and an admin key that is removed, ends its cookies at once, in every
+process; no secret is part of a URL's path or query, so that no log and no `Referer` has it (links
+carry it after `#`, which browsers keep).
+
+A cookie from an admin key is stored as a digest of both. The digest of the key alone could be
+searched for a key that somebody chose.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+from aiohttp import web
+
+from proxy.errors import ConfigurationError
+from proxy.http.server import api_key
+from proxy.keys import AdminKeys
+from proxy.store.browser import Browser, Grant, GrantKind
+
+LINK_S = 24 * 3600.0
+"""Seconds for which a link that nobody has opened stays valid."""
+COOKIE_S = 7 * 24 * 3600.0
+LINK_NAME, ADMIN_NAME = "link", "admin"
+"""Names of the cookies that come from a link and from the admin key."""
+COOKIE_PATH = "/view"
+_NAME = re.compile(r"[\w.@+-]{1,80}")
+_SECRET_BYTES = 32
+
+
+class Access:
+    """Exchanges secrets for cookies and checks these."""
+
+    def __init__(
+        self, browser: Callable[[], Browser], admin_keys: AdminKeys, *, secure: bool
+    ) -> None:
+        """`secure`: browsers reach the page by https only."""
+        self._browser = browser
+        self._admin_keys = admin_keys
+        self._secure = secure
+
+    async def log_in(self, secret: str) -> str | None:
+        """A new cookie's value; None if the secret opens nothing."""
+        if self._admin_keys.accepts(secret):
+            key = secret.encode()
+            return await _grant(self._browser(), GrantKind.COOKIE, ADMIN_NAME, COOKIE_S, key)
+        name = await self._name_of(secret)
+        if name is None:
+            return None
+        return await _grant(self._browser(), GrantKind.COOKIE, name, COOKIE_S)
+
+    async def log_out(self, request: web.Request) -> None:
+        cookie = request.cookies.get(_cookie_name(request), "")
+        for key in self._origins():
+            await self._browser().take_grant(_digest(cookie, key))
+
+    async def allows(self, request: web.Request) -> bool:
+        """Whether the request has a valid cookie, or a key in its headers (for programs)."""
+        return await self._reader(request) is not None
+
+    async def may_save(self, request: web.Request) -> bool:
+        """Whether it is the administrator's: by the admin key, or the link that `serve` printed."""
+        return await self._reader(request) in (ADMIN_NAME, LINK_NAME)
+
+    async def _reader(self, request: web.Request) -> str | None:
+        """The name of the grant by which the request may read; None: it may not."""
+        cookie = request.cookies.get(_cookie_name(request))
+        if cookie is not None and (name := await self._cookie_of(cookie)):
+            return name
+        key = api_key(request.headers)
+        if key is None:
+            return None
+        if self._admin_keys.accepts(key):
+            return ADMIN_NAME
+        found = await self._found(key, GrantKind.KEY)
+        return None if found is None else found.name
+
+    def set_cookie(self, request: web.Request, response: web.Response, value: str) -> None:
+        options: dict[str, Any] = {"path": COOKIE_PATH, "httponly": True, "samesite": "Strict"}
+        response.set_cookie(
+            _cookie_name(request), value, max_age=int(COOKIE_S), secure=self._secure, **options
+        )
+
+    async def _name_of(self, secret: str) -> str | None:
+        """Whom the secret was given to. A link is used up."""
+        digest = _digest(secret)
+        found = await self._browser().find_grant(digest)
+        if found is not None and found.kind is GrantKind.LINK:
+            found = await self._browser().take_grant(digest)
+        if found is None or found.kind is GrantKind.COOKIE or _is_over(found):
+            return None
+        return found.name
+
+    async def _cookie_of(self, cookie: str) -> str | None:
+        """The name of the grant from which a valid cookie comes; None: it is not valid."""
+        for key in self._origins():
+            found = await self._found(cookie, GrantKind.COOKIE, key)
+            if found is not None and (found.name == ADMIN_NAME) == bool(key):
+                return found.name
+        return None
+
+    def _origins(self) -> list[bytes]:
+        """The admin keys from which a cookie may come; empty for a cookie from a link or a key."""
+        return [b"", *self._admin_keys.current()]
+
+    async def _found(self, secret: str, kind: GrantKind, admin_key: bytes = b"") -> Grant | None:
+        found = await self._browser().find_grant(_digest(secret, admin_key))
+        return None if found is None or found.kind is not kind or _is_over(found) else found
+
+
+async def new_link(browser: Browser) -> str:
+    """The secret of a link that opens the page once."""
+    return await _grant(browser, GrantKind.LINK, LINK_NAME, LINK_S)
+
+
+async def new_key(browser: Browser, name: str) -> str:
+    """A key that opens the page until `browser.revoke_grants(name)`.
+
+    Raises:
+        ConfigurationError: the name cannot be used, or has a key.
+    """
+    if not _NAME.fullmatch(name) or name in (LINK_NAME, ADMIN_NAME):
+        raise ConfigurationError(
+            f"the key's name {name[:80]!r} cannot be used: use 1 to 80 letters, digits and . @ + -"
+            f" _, and neither {LINK_NAME!r} nor {ADMIN_NAME!r}"
+        )
+    if name in {key.name for key in await browser.grants(GrantKind.KEY)}:
+        raise ConfigurationError(f"a key {name!r} exists; revoke it, or choose another name")
+    return await _grant(browser, GrantKind.KEY, name, None)
+
+
+async def _grant(
+    browser: Browser, kind: GrantKind, name: str, lasts_s: float | None, admin_key: bytes = b""
+) -> str:
+    secret, now = secrets.token_urlsafe(_SECRET_BYTES), time.time()
+    expires_at = None if lasts_s is None else now + lasts_s
+    await browser.add_grant(Grant(_digest(secret, admin_key), kind, name, now, expires_at))
+    return secret
+
+
+def _cookie_name(request: web.Request) -> str:
+    """Cookies do not distinguish ports, so that two proxies of one host need different names."""
+    port = request.host.rpartition(":")[2]
+    return f"agentic_view_{port}" if port.isdecimal() else "agentic_view"
+
+
+def _digest(secret: str, admin_key: bytes = b"") -> bytes:
+    """`admin_key` is the one that a cookie comes from."""
+    given = secret.encode(errors="surrogatepass")
+    return hmac.digest(admin_key, given, "sha256") if admin_key else sha256(given).digest()
+
+
+def _is_over(grant: Grant) -> bool:
+    return grant.expires_at is not None and grant.expires_at < time.time()

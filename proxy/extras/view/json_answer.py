@@ -1,0 +1,20 @@
+"""The form of the page's answers: JSON that no browser keeps or runs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import web
+
+from proxy.extras.view import pages
+from proxy.http.valid_json import write_json
+
+ViewHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+HEADERS = {**pages.HEADERS, "Cache-Control": "no-store"}
+
+
+def answer(data: Mapping[str, object], status: int = 200) -> web.Response:
+    """`data`: one of the types of `answers`, or `{}`."""
+    return web.Response(
+        body=write_json(data), status=status, content_type="application/json", headers=HEADERS
+    )

@@ -1,0 +1,97 @@
+"""Streams what happens in a store to the page, as server-sent events.
+
+Each event's id is the position in the store up to which the reader has everything, so that a reader
+that reconnects with it (`Last-Event-ID`, or `?after=` in the address) misses nothing and gets
+nothing twice. The store is asked for what is new once per `POLL_S` and reader: one way for one
+process, several processes, several machines, and a store that nobody writes to any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from proxy.errors import RequestError
+from proxy.extras.view.answers import StateJson
+from proxy.extras.view.summaries import recent_json
+from proxy.http.valid_json import write_json
+from proxy.store.browser import Browser, Position
+
+POLL_S = 1.0
+KEEP_ALIVE_POLLS = 15
+"""Polls after which a stream sends a comment and checks that its reader still may."""
+MAX_READERS = 100
+BATCH = 500
+"""Turns in one event; a reader that is further behind gets several events."""
+
+
+class LiveFeed:
+    """The streams of all readers of this process."""
+
+    def __init__(self, browser: Callable[[], Browser], state: Callable[[], StateJson]) -> None:
+        """`state` returns what is sent besides the record: the engines."""
+        self._browser = browser
+        self._state = state
+        self._closing = asyncio.Event()
+        self._readers = 0
+
+    def close(self) -> None:
+        """Ends all streams."""
+        self._closing.set()
+
+    async def stream(
+        self, request: web.Request, may_read: Callable[[], Awaitable[bool]]
+    ) -> web.StreamResponse:
+        """Raises RequestError (429) if there are too many readers."""
+        if self._readers >= MAX_READERS:
+            raise RequestError(
+                f"{self._readers} pages follow this proxy, at most {MAX_READERS} may; close some",
+                status=429,
+                retry_after_s=10.0,
+            )
+        self._readers += 1
+        try:
+            return await self._stream(request, may_read)
+        finally:
+            self._readers -= 1
+
+    async def _stream(
+        self, request: web.Request, may_read: Callable[[], Awaitable[bool]]
+    ) -> web.StreamResponse:
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        response = web.StreamResponse(headers=headers)
+        after = request.headers.get("Last-Event-ID") or request.query.get("after", "")
+        position = Position.parse(after)
+        state, polls = b"", 0
+        await response.prepare(request)
+        while not self._closing.is_set():
+            recent = await self._browser().recent(position, BATCH)
+            news = position is None or recent.position != position
+            position = recent.position
+            if news:
+                event = write_json(recent_json(recent))
+                await response.write(f"id: {position}\ndata: ".encode() + event + b"\n\n")
+            now = write_json(self._state())
+            if now != state:
+                state = now
+                await response.write(b"event: state\ndata: %b\n\n" % state)
+            polls += 1
+            if polls >= KEEP_ALIVE_POLLS:
+                polls = 0
+                if not await may_read():
+                    break
+                await response.write(b": still here\n\n")
+            full = max(len(recent.begun), len(recent.answered), len(recent.events)) >= BATCH
+            if not full:
+                await self._pause()
+        return response
+
+    async def _pause(self) -> None:
+        """Until the next poll, or until the streams end."""
+        try:
+            async with asyncio.timeout(POLL_S):
+                await self._closing.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,146 @@
+"""The requests of the page for training runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from aiohttp import web
+
+from proxy.errors import SessionError, StoreError
+from proxy.extras.view.json_answer import HEADERS, ViewHandler, answer
+from proxy.extras.view.query import count, session_id, trial_filter
+from proxy.extras.view.run_answers import TrialJson, TrialOfRun, TrialsPage
+from proxy.extras.view.run_folder import RecordedRun
+from proxy.extras.view.runs import RecordedRuns
+from proxy.extras.view.trace import trace_pieces
+from proxy.extras.view.trial_files import AGENT_FILES, VERIFIER_FILES
+from proxy.records.binary import MarkFields, mark_fields
+from proxy.store.browser import Browser
+
+PIECE_TRIALS = 50_000
+"""More trials than a piece of the file has: all of it is searched for marked ones."""
+SHOWN_FILES = (*VERIFIER_FILES, *AGENT_FILES)
+MARKED_TRIALS = 500
+"""Trials whose marks are read at a time, by the store's index."""
+
+_log = logging.getLogger(__name__)
+
+
+class RunRequests:
+    """`handlers` has one per route."""
+
+    def __init__(self, browser: Callable[[], Browser], runs: RecordedRuns) -> None:
+        self._browser = browser
+        self._runs = runs
+        self.handlers: dict[str, ViewHandler] = {
+            "run": self._run,
+            "run/metrics": self._metrics,
+            "run/trials": self._trials,
+            "run/step": self._step,
+            "run/trace": self._trace,
+            "run/trial": self._trial,
+            "run/file": self._file,
+        }
+
+    async def _run(self, request: web.Request) -> web.Response:
+        return answer(await asyncio.to_thread(self._run_of(request).summary))
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        start = count(request, "from", 0, most=2**50, least=0)
+        return answer(await asyncio.to_thread(self._run_of(request).metrics, start))
+
+    async def _trials(self, request: web.Request) -> web.Response:
+        run, where = self._run_of(request), trial_filter(request)
+        before = count(request, "before", 0, most=2**50, least=0) or None
+        limit = count(request, "limit", 50, most=200)
+        rule = request.query.get("marked", "")
+        most = PIECE_TRIALS if rule else limit
+        found, end = await asyncio.to_thread(run.trials, where, before, most)
+        trials: list[TrialJson] = []
+        async with self._runs.browser_of(run, self._browser()) as browser:
+            for batch in _batches(found):
+                named = [trial["trial_id"] for _, trial in batch]
+                marks = await _marks(browser, named, needed=bool(rule))
+                for at, trial in batch:
+                    trial["marks"] = marks.get(str(trial["trial_id"]), [])
+                    if not rule or any(rule in ("*", mark["rule"]) for mark in trial["marks"]):
+                        trials.append(trial)
+                        if len(trials) == limit:
+                            return answer(TrialsPage(trials=trials, next=at or None))
+        return answer(TrialsPage(trials=trials, next=end))
+
+    async def _step(self, request: web.Request) -> web.Response:
+        step = count(request, "step", 0, most=2**31 - 1, least=0)
+        return answer(await asyncio.to_thread(self._run_of(request).step, step))
+
+    async def _trial(self, request: web.Request) -> web.Response:
+        runs = self._runs.with_session(request.query.get("run", ""))
+        return answer(await asyncio.to_thread(_trial_of, runs, session_id(request)))
+
+    async def _file(self, request: web.Request) -> web.Response:
+        """A piece of a trial's file, before the byte `before`."""
+        runs = self._runs.with_session(request.query.get("run", ""))
+        session, name = session_id(request), request.query.get("name", "")
+        before = count(request, "before", 0, most=2**50, least=0)
+        for run in runs:
+            piece = await asyncio.to_thread(run.files(session).before, name, before)
+            if piece is not None:
+                return answer(piece)
+        raise SessionError(f"the trial has no file {name[:80]!r}", status=404)
+
+    async def _trace(self, request: web.Request) -> web.StreamResponse:
+        """The run as a file for Perfetto. If the store fails meanwhile, the connection breaks, so
+        that nobody takes the beginning of the file for the whole."""
+        run = self._run_of(request)
+        response = web.StreamResponse(headers=HEADERS)
+        response.content_type = "application/json"
+        response.headers["Content-Disposition"] = 'attachment; filename="trace.json"'
+        async with self._runs.browser_of(run, self._browser()) as browser:
+            await response.prepare(request)
+            try:
+                async for piece in trace_pieces(run.path, browser):
+                    await response.write(piece)
+            except StoreError:
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
+        await response.write_eof()
+        return response
+
+    def _run_of(self, request: web.Request) -> RecordedRun:
+        return self._runs.named(request.query.get("run", ""))
+
+
+def _trial_of(runs: Sequence[RecordedRun], session: str) -> TrialOfRun:
+    for run in runs:
+        trial, files = run.trial(session), run.files(session).ends(SHOWN_FILES)
+        if trial is not None or files:
+            return {"run": run.name, "trial": trial, "files": files}
+    return {"run": None, "trial": None, "files": []}
+
+
+def _batches(found: Sequence[tuple[int, TrialJson]]) -> Iterator[Sequence[tuple[int, TrialJson]]]:
+    for start in range(0, len(found), MARKED_TRIALS):
+        yield found[start : start + MARKED_TRIALS]
+
+
+async def _marks(
+    browser: Browser | None, trial_ids: Sequence[str | None], needed: bool
+) -> dict[str, list[MarkFields]]:
+    """The marks of those of the sessions that have any. `browser`: None if the run has none.
+
+    Raises:
+        StoreError: the store cannot be read, and the marks are `needed`; else there are none.
+    """
+    if browser is None:
+        return {}
+    try:
+        found = await browser.marks([each for each in trial_ids if each])
+    except StoreError as error:
+        if needed:
+            raise
+        _log.warning("trials are shown without their marks: %s", error.message)
+        return {}
+    return {each: [mark_fields(mark) for mark in marks] for each, marks in found.items()}

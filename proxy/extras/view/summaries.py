@@ -1,0 +1,73 @@
+"""Sessions, turns and events as JSON for the page's lists."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import orjson
+
+from proxy.extras.view.answers import HeadJson, NewsJson, SessionJson, StoredEvent
+from proxy.records import RuleAction
+from proxy.records.binary import mark_fields, reward_fields
+from proxy.store.browser import Recent, SessionSummary, TurnHead
+
+MAX_METADATA_BYTES = 2_000
+
+
+def summary_json(summary: SessionSummary) -> SessionJson:
+    session = summary.session
+    metadata, origin = dict(session.metadata), session.origin
+    if len(orjson.dumps(metadata)) > MAX_METADATA_BYTES:
+        metadata = {"…": f"{len(metadata)} entries; `GET /sessions/ID` has them"}
+    zeroed = session.marked(RuleAction.ZERO_REWARD)
+    whole = [reward.value for reward in session.rewards if reward.turn is None]
+    return {
+        "id": session.session_id,
+        "kind": session.kind,
+        "status": session.status,
+        "created_at": session.created_at,
+        "completed_at": session.completed_at,
+        "profile": session.profile,
+        "metadata": metadata,
+        "origin": None if origin is None else {"session": origin.session_id, "turn": origin.turn},
+        "reward": 0.0 if zeroed else sum(whole) if whole else None,
+        "marks": [mark_fields(mark) for mark in session.marks[:100]],
+        "rewards": [reward_fields(reward) for reward in session.rewards[:100]],
+        "turns": summary.turns + session.recorded_turns,
+        "running": summary.running,
+        "cut": summary.cut,
+        "sampled_tokens": summary.sampled_tokens,
+        "longest_path": summary.longest_path,
+        "last_at": summary.last_at,
+        "forks": summary.forks,
+    }
+
+
+def head_json(head: TurnHead) -> HeadJson:
+    return {
+        "session": head.session_id,
+        "index": head.index,
+        "parent": head.parent,
+        "after": head.after,
+        "same_as": head.same_as,
+        "fork": head.fork_cause,
+        "status": head.status,
+        "finish": head.finish_reason,
+        "dialect": head.dialect,
+        "agent": head.agent_id,
+        "shared": head.shared_tokens,
+        "new": head.new_tokens,
+        "sampled": head.sampled_tokens,
+        "versions": [(span.version, span.start, span.end) for span in head.versions],
+        "started_at": head.started_at,
+        "first_token_s": head.first_token_s,
+        "duration_s": head.duration_s,
+    }
+
+
+def recent_json(recent: Recent) -> NewsJson:
+    return {
+        "begun": [head_json(head) for head in recent.begun],
+        "answered": [head_json(head) for head in recent.answered],
+        "events": cast("list[StoredEvent]", recent.events),
+    }

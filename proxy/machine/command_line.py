@@ -1,0 +1,49 @@
+"""Imports of large packages, without the garbage collections that take a sixth of their time.
+
+Standard output of the commands of proxy, trainer, swarm and relay.
+
+Invariant: what a command prints never ends it because the terminal's encoding lacks a character.
+
+The option `--version` of a command. The installed version is read only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """For the imports of a program that begins.
+
+    Example:
+    with importing():
+        import torch
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def escape_unknown_characters() -> None:
+    """Prints a character that the encoding of standard output lacks as an escape, like `\\u2026`,
+    as Python does on standard error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+class PrintVersion(argparse.Action):
+    """Example: parser.add_argument("--version", action=PrintVersion, nargs=0)"""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        sys.stdout.write(f"{parser.prog} {metadata.version('agentic-rl')}\n")
+        parser.exit()

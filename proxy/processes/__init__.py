@@ -1,1 +1,0 @@
-"""The proxy's processes: a single one, or several on one port."""

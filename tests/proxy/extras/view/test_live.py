@@ -1,0 +1,82 @@
+"""The stream of the page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+import pytest
+from aiohttp import ClientResponse, ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from proxy.extras.view import live
+from proxy.extras.view.answers import StateJson
+from proxy.extras.view.live import LiveFeed
+from proxy.records import Session, SessionKind, SessionStatus
+from proxy.store import open_store
+
+
+async def allowed() -> bool:
+    return True
+
+
+@asynccontextmanager
+async def reading(
+    feed: LiveFeed, may_read: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[ClientResponse]:
+    async def follow(request: web.Request) -> web.StreamResponse:
+        return await feed.stream(request, may_read)
+
+    app = web.Application()
+    app.router.add_get("/", follow)
+    async with (
+        TestServer(app) as server,
+        ClientSession() as http,
+        http.get(server.make_url("/")) as response,
+    ):
+        yield response
+
+
+async def test_text_that_is_not_utf_8_does_not_end_the_stream(tmp_path: Path) -> None:
+    store = await open_store(f"sqlite:///{tmp_path / 'store.db'}")
+    state: dict[str, Any] = {"runs": [{"name": "\ud800", "step": 10**30}]}
+    feed = LiveFeed(lambda: store.browser, lambda: cast("StateJson", state))
+
+    try:
+        async with reading(feed, allowed) as response:
+            sent = b""
+            async with asyncio.timeout(60):
+                while b"event: state\n" not in sent:
+                    sent = await response.content.readuntil(b"\n\n")
+            feed.close()
+        assert orjson.loads(sent.partition(b"data: ")[2]) == {"runs": [{"name": "?", "step": 1e30}]}
+    finally:
+        await store.close()
+
+
+async def test_reader_whose_key_is_revoked_is_cut_off_while_there_is_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "KEEP_ALIVE_POLLS", 2)
+    monkeypatch.setattr(live, "POLL_S", 0.001)
+    store = await open_store(f"sqlite:///{tmp_path / 'store.db'}")
+    await store.create_session(Session("t", b"", SessionKind.TRAIN, SessionStatus.OPEN, 1.0, 2.0))
+    feed = LiveFeed(lambda: store.browser, lambda: cast("StateJson", {}))
+
+    async def revoked() -> bool:
+        return False
+
+    try:
+        async with reading(feed, revoked) as response:
+            sent = 0
+            while sent < 20 and await response.content.readuntil(b"\n\n"):
+                sent += 1
+                await store.add_event("t", "noted", {})
+            feed.close()
+        assert sent < 20
+    finally:
+        await store.close()

@@ -1,0 +1,97 @@
+"""Every key of the configuration is documented and used, and the page of keys is up to date."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from proxy.config import ProxyConfig
+from proxy.engines.registry import ENGINES
+from proxy.store import STORES
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.aggregation import AGGREGATIONS
+from trainer.algorithms.correction import REJECTIONS, WEIGHTS
+from trainer.algorithms.kl import ESTIMATORS
+from trainer.algorithms.policy_losses import LOSSES
+from trainer.algorithms.presets import PRESETS
+from trainer.config import TrainerConfig
+from trainer.settings.reference import REPEATED, reference
+from trainer.settings.sources import Key, keys_of
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "configuration.md"
+USERS = ("tests/**/*.py", "examples/**/*", "benchmarks/**/*", "agentic_trainer.yaml")
+# An agent of several has the fields that `remote_agent` and `data` have.
+RUN_KEYS = [key for key in keys_of(TrainerConfig) if not REPEATED.match(key.path)]
+ALL_KEYS = [*RUN_KEYS, *keys_of(ProxyConfig)]
+KEYS = [key for key in ALL_KEYS if "." in key.path or not key.sections]
+
+
+@cache
+def words_of_users() -> list[frozenset[str]]:
+    """The words of each test, example and benchmark."""
+    files = [path for pattern in USERS for path in ROOT.glob(pattern) if path.is_file()]
+    return [
+        frozenset(re.findall(r"\w+", path.read_bytes().decode(errors="replace")))
+        for path in files
+        if path.suffix != ".jsonl"
+    ]
+
+
+def names_of_section(key: Key) -> set[str]:
+    """What a file calls the key's section: its name in a configuration, or a class with the key."""
+    section, _, name = key.dotted.replace(".NAME", "").rpartition(".")
+    if not section:
+        return {"ProxyConfig", "load_config", "agentic-proxy", "proxy"}
+    models = {model for each in ALL_KEYS if each.dotted == section for model in each.sections}
+    classes = {
+        cls.__name__
+        for model in models
+        for cls in model.__mro__
+        if issubclass(cls, BaseModel) and name in cls.model_fields
+    }
+    return {section.rpartition(".")[2], *classes}
+
+
+def test_page_of_keys_is_up_to_date_with_the_code() -> None:
+    command = "python -m trainer.settings.reference > docs/configuration.md"
+    assert PAGE.read_text() == reference(), f"generate it again: {command}"
+
+
+def test_every_key_is_documented_where_it_is_defined() -> None:
+    bare = [key.path for key in KEYS if not key.text]
+    assert bare == []
+
+
+def test_every_key_is_used_with_its_section_in_a_test_an_example_or_a_benchmark() -> None:
+    def is_used(key: Key) -> bool:
+        name, section = key.dotted.rpartition(".")[2], names_of_section(key)
+        return any(name in words and section & words for words in words_of_users())
+
+    assert {key.dotted for key in KEYS if not is_used(key)} == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("algorithm.advantage", ADVANTAGES.names),
+        ("algorithm.loss", LOSSES.names),
+        ("algorithm.aggregation", AGGREGATIONS.names),
+        ("algorithm.kl.estimator", ESTIMATORS.names),
+        ("algorithm.correction.weight", WEIGHTS.names),
+        ("algorithm.correction.reject", REJECTIONS.names),
+        ("algorithm.preset", PRESETS),
+        ("engines.kind", ENGINES),
+        ("rendering.renderer", ["auto", "template", "qwen3"]),
+        ("store", STORES),
+    ],
+)
+def test_line_of_a_key_lists_the_names_of_its_registry(key: str, names: Iterable[str]) -> None:
+    (line,) = re.findall(rf"^- `{re.escape(key)}` .*$", PAGE.read_text(), re.MULTILINE)
+    listed = line.partition("Names:")[2]
+    assert [name for name in names if f"`{name}`" not in listed] == []

@@ -1,0 +1,186 @@
+"""The arguments of the commands of `agentic-train` that have arguments of their own.
+
+This module imports the standard library only, so that `agentic-train COMMAND --help` answers at
+once; a command's module is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """Example: CommandLine("Compares evaluations.", _compare, "trainer.commands.compare")"""
+
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    module: str
+    """The module whose function `main` runs the command with its parsed arguments, and returns the
+    exit code."""
+
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        """The parser of the command with that name."""
+        parser = argparse.ArgumentParser(prog=f"agentic-train {name}", description=self.description)
+        self.add_arguments(parser)
+        return parser
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least 1")
+    return count
+
+
+def _init(parser: argparse.ArgumentParser) -> None:
+    from trainer.commands.init_project import kinds
+
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a new or empty folder")
+    parser.add_argument(
+        "--agent", default="openai", help=f"one of {', '.join(kinds())} (default: openai)"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="the checkpoint to train; openai, command and mini-swe-agent bring a small one",
+    )
+
+
+def _configured(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML file of a run, see docs/configuration.md; may be given several times",
+    )
+    parser.add_argument("words", nargs="*", metavar="key=value", help="override keys of the files")
+
+
+def _trials(parser: argparse.ArgumentParser, endpoint: str) -> None:
+    """`endpoint` says what a URL as the model means."""
+    _configured(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", required=True, help="new, or of an interrupted command"
+    )
+    parser.add_argument("--repeats", type=_count, metavar="K", help="trials per task")
+    parser.add_argument("--limit", type=_count, metavar="N", help="only the first N tasks")
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER|URL",
+        help=f"a checkpoint, which our vLLM serves, or {endpoint} (default: model.path)",
+    )
+    parser.add_argument("--model-name", metavar="NAME", help="with a URL: the endpoint's model")
+    parser.add_argument(
+        "--api-key-env",
+        metavar="VARIABLE",
+        help=f"with a URL: where its key is (default: {' or '.join(KEY_VARIABLES)})",
+    )
+
+
+def _eval(parser: argparse.ArgumentParser) -> None:
+    _trials(parser, "an OpenAI-compatible or Anthropic endpoint, which agents call themselves")
+
+
+def _collect(parser: argparse.ArgumentParser) -> None:
+    _trials(
+        parser,
+        "an OpenAI-compatible endpoint (also Anthropic's), whose answers our proxy records in "
+        "sessions of kind eval",
+    )
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="--out of an eval")
+
+
+def _questions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the documents, UTF-8 text")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="FOLDER|URL",
+        help="the checkpoint that writes, which our vLLM serves, or an OpenAI-compatible endpoint",
+    )
+    parser.add_argument("--model-name", metavar="NAME", help="with a URL: the endpoint's model")
+    parser.add_argument(
+        "--api-key-env", metavar="VARIABLE", help="with a URL: where its key is (default: no key)"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.jsonl", help="the file of tasks"
+    )
+    parser.add_argument("--pattern", default="**/*.md", help="which files (default: %(default)s)")
+    for flag, default, text in (
+        ("--part-chars", 4000, "characters that are shown at once"),
+        ("--per-part", 1, "questions per part"),
+        ("--limit", None, "only the first N parts"),
+        ("--max-tokens", 1024, "of an answer"),
+        ("--concurrency", 8, "of requests"),
+    ):
+        parser.add_argument(flag, type=_count, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--instructions",
+        metavar="TEXT",
+        help="what the model is asked; {count} is replaced by `2 questions`, {text} by the part",
+    )
+
+
+def _trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help="(default: trace.json in the run's folder)"
+    )
+
+
+COMMANDS = {
+    "init": CommandLine(
+        "Writes a project to train: configuration, tasks, agent and scorer.",
+        _init,
+        "trainer.commands.init_project",
+    ),
+    "eval": CommandLine("Evaluates a model on data.val_files.", _eval, "trainer.commands.eval"),
+    "collect": CommandLine(
+        "Runs trials on data.train_files with rewards, without training.",
+        _collect,
+        "trainer.commands.collect",
+    ),
+    "compare": CommandLine(
+        "Compares evaluations; differences are paired by task.",
+        _compare,
+        "trainer.commands.compare",
+    ),
+    "questions": CommandLine(
+        "Writes questions about documents, with their answers, into a file of tasks. The same "
+        "command continues where it was interrupted.",
+        _questions,
+        "trainer.questions_command",
+    ),
+    "trace": CommandLine(
+        "Writes what a run did when as a file that https://ui.perfetto.dev opens.",
+        _trace,
+        "trainer.commands.trace",
+    ),
+    "relay-worker": CommandLine(
+        "Serves an engine on this machine to a run on another one, which starts this command "
+        "(relay.workers) and tells it by standard input what to serve.",
+        lambda _: None,
+        "trainer.extras.relay.command",
+    ),
+    "sft": CommandLine(
+        "Trains on recorded sessions: sft.sessions=FOLDER, sft.min_reward=1, …",
+        _configured,
+        "trainer.extras.sft.command",
+    ),
+}
+"""The commands with arguments of their own, by name."""

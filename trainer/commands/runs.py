@@ -1,0 +1,145 @@
+"""The commands of `agentic-train`.
+
+Invariant: every problem is reported in one line on standard error, with an exit code other than 0
+(2: the configuration; 1: the run; 128 + N: signal N), and no process is left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent_loop.errors import AgentLoopError
+from agent_loop.extras.swarm.serve import ServeOptions, serve
+from agent_loop.extras.swarm.token import token_place
+from proxy.client import ProxyClientError
+from proxy.errors import ConfigurationError, ProxyError
+from proxy.machine import logs
+from proxy.machine.command_line import importing
+from proxy.machine.logs import LogLevel
+from proxy.secrecy import hide_memory
+from trainer.errors import ConfigError, TrainerError
+from trainer.extras.report import write_report
+from trainer.run.folder import RunFolder
+
+EXPECTED = (TrainerError, ProxyError, ProxyClientError, AgentLoopError)
+"""Errors whose message is for the user; any other error is a bug and is shown with a traceback."""
+
+DEFAULT_SWARM_CONFIG = """\
+# What a swarm server trains by without --config: the defaults of docs/configuration.md. Only
+# model.path has none: set it here, or as model.path=FOLDER behind --swarm-server HOST:PORT.
+swarm: {}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line. Example: Command(["trainer.steps=3"], [Path("my.yaml")], check=True)"""
+
+    words: Sequence[str]
+    configs: Sequence[Path]
+    check: bool = False
+    swarm_server: str | None = None
+    state_dir: Path = Path("runs/swarm")
+    log_level: LogLevel | None = None
+
+
+def run(command: Command) -> int:
+    """Runs the command; returns its exit code."""
+
+    def chosen() -> int:
+        if command.swarm_server:
+            return _serve_swarm(command, command.swarm_server)
+        words = [*command.words, *_log_level_word(command)]
+        return _run(words, command.configs, check=command.check)
+
+    return reporting("agentic-train", chosen)
+
+
+def reporting(name: str, command: Callable[[], int]) -> int:
+    """Runs the command; prints expected errors as one line each. Returns the exit code."""
+    try:
+        return command()
+    except (*EXPECTED, ExceptionGroup) as error:
+        expected = _first_expected(error)
+        if expected is None:
+            raise
+        problems = expected.problems if isinstance(expected, ConfigError) else (str(expected),)
+        for problem in problems:
+            print(f"{name}: {' '.join(problem.split())}", file=sys.stderr)
+        if isinstance(expected, TrainerError):
+            return expected.exit_code
+        return 2 if isinstance(expected, ConfigurationError) else 1
+
+
+def _run(words: Sequence[str], configs: Sequence[Path], *, check: bool) -> int:
+    command, rest = (words[0], words[1:]) if words and "=" not in words[0] else ("train", words)
+    if command == "report":
+        return _report(rest)
+    if command not in ("train", "resume"):
+        raise ConfigError(f"{command!r}: expected key=value, resume RUN or report RUN")
+    with importing():
+        from trainer.start import begin, check_only, resume
+
+    if command == "resume":
+        if not rest or "=" in rest[0]:
+            raise ConfigError("resume: give the run's folder, like runs/quickstart")
+        return resume(Path(rest[0]), rest[1:], os.environ)
+    if not configs:
+        raise ConfigError("--config: missing; give a YAML file, like agentic_trainer.yaml")
+    if check:
+        print(check_only(configs, rest, os.environ), end="")
+        return 0
+    return begin(configs, rest, os.environ)
+
+
+def _serve_swarm(command: Command, address: str) -> int:
+    """Serves a swarm. The trainer is a child process, which the clients start."""
+    hide_memory()
+    logs.set_up("text", command.log_level or "info")
+    configs, state_dir = command.configs, command.state_dir
+    if len(configs) > 1:
+        raise ConfigError(f"--config: a swarm server takes one file, not {len(configs)}")
+    if others := [word for word in command.words if "=" not in word]:
+        raise ConfigError(f"{others[0]!r}: expected key=value after --swarm-server {address}")
+    program = [sys.executable, "-m", "trainer.cli"]
+    words = ["swarm={}", *command.words, *_log_level_word(command)]
+    begin = [*program, "--config", "{config}", *words]
+    resume = [*program, "resume", "{run_dir}", *words]
+    options = ServeOptions(
+        address,
+        state_dir,
+        begin,
+        resume,
+        config=configs[0] if configs else None,
+        default_config=DEFAULT_SWARM_CONFIG,
+    )
+
+    def listening(url: str) -> None:
+        print(f"swarm server on {url}\nits token is in {token_place(state_dir)}", flush=True)
+
+    asyncio.run(serve(options, listening))
+    return 0
+
+
+def _log_level_word(command: Command) -> list[str]:
+    return [f"logging.log_level={command.log_level}"] if command.log_level else []
+
+
+def _report(words: Sequence[str]) -> int:
+    if len(words) != 1:
+        raise ConfigError("report: give one run's folder, like runs/quickstart")
+    print(write_report(RunFolder.open(Path(words[0]))).page)
+    return 0
+
+
+def _first_expected(error: BaseException) -> BaseException | None:
+    """The first error of a group, if all errors in the group are expected; else None."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, EXPECTED) else None
+    found = [_first_expected(each) for each in error.exceptions]
+    return None if None in found else found[0]

@@ -1,0 +1,668 @@
+"""`Learner`: the public steps of training, as rank 0 executes them.
+
+    trained_batch ─▶ compute_logprobs ─▶ compute_ref_logprobs ─▶ compute_values
+                ─▶ compute_advantages ─▶ update ─▶ sync_weights ─▶ save
+
+`trainer.fit` calls these steps in order for a run, `trainer.mains.low_level` for a loop of yours.
+Every method blocks until all ranks have executed the step.
+
+Invariant: exactly the sampled tokens are trained. `compute_logprobs` ends the run if trainer and
+engine give different probabilities to tokens that the current weights sampled.
+
+The steps of training that compute a batch on all ranks.
+
+Invariant: rank 0 alone has the whole batch. A function here divides it, deals each rank its part,
+and joins what the ranks compute. A part of an update belongs to one optimizer step.
+
+Shapes: `N` trained tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from proxy.records import ServedPolicy
+from trainer.algorithms.aggregation import Aggregation
+from trainer.algorithms.imitation import imitation_loss, imitation_weights
+from trainer.algorithms.token_loss import Metrics, StepWeights
+from trainer.algorithms.value_losses import explained_variance
+from trainer.batch import Batch, joined
+from trainer.checkpoint import (
+    Checkpoints,
+    generator_state,
+    random_state,
+    restore_generator,
+    restore_random_state,
+)
+from trainer.errors import TrainingError, WeightSyncError
+from trainer.extras.experts.routing_mismatch import routing_metrics
+from trainer.extras.relay.learner_weights import Publishing
+from trainer.extras.relay.published_weights import Published
+from trainer.learning import learner as steps
+from trainer.learning.models import (
+    AdaptersOff,
+    FreeCache,
+    FrozenModel,
+    Models,
+    RestoreAdapter,
+    UseRandomAdapter,
+)
+from trainer.policy.adapter import adapter_config
+from trainer.policy.critic import Critic
+from trainer.policy.flops import training_flops, utilisation
+from trainer.policy.scores import Scores
+from trainer.policy.trainable import Trainable, summed
+from trainer.policy.update import train_part
+from trainer.ranks_config import RanksConfig
+from trainer.run.rollout_metrics import mismatch_metrics
+from trainer.weight_sync.adapters import AdapterSync
+from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.dtypes import Report
+from trainer.weight_sync.probe import probe_batch
+from trainer.weight_sync.segment import Named
+from trainer.weight_sync.sync import WeightSync
+from trainer.weight_sync.transports import LOST_S
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The state of a run in a checkpoint, without tensors.
+
+    Example: RunState(step=12, version=11, loop={"producer": {…}, "best": 0.8})
+    """
+
+    step: int
+    version: int
+    loop: dict[str, Any]
+    """The training loop's own state, as JSON; empty at the beginning of a run."""
+
+
+class Learner:
+    """Example: a step of your own:
+    batch = trained_batch(groups)
+    learner.compute_logprobs(batch)
+    learner.compute_advantages(batch)
+    metrics = learner.update(batch) | learner.sync_weights()
+    """
+
+    def __init__(self, config: RanksConfig, models: Models, probe: Sequence[int] = ()) -> None:
+        """`probe` is the text, as token ids, on which trainer and engines are compared after each
+        update; with an empty probe nothing is compared."""
+        self.config = config
+        self.models = models
+        self.algorithm = models.algorithm
+        self.probe = list(probe)
+        self.step = 0
+        """Number of executed training steps."""
+        self.version = 0
+        """Version of the policy's weights, increased by 1 with every update."""
+        self._generator = torch.Generator().manual_seed(config.trainer.seed)
+        """Random generator that draws mini-batches."""
+        self._engines: WeightSync | AdapterSync | None = None
+        self._publishing: Publishing | None = None
+
+    def connect(self, engine_urls: Sequence[str], adapters: Path | None = None) -> None:
+        """Sets the engines that receive the weights from now on, and disconnects the former
+        ones. Without URLs there are none: all engines are relay workers (`publish_weights`).
+        `adapters` is the folder for the versions of the LoRA adapter, which the engines read; None:
+        `adapters` in `trainer.run_dir`.
+
+        Raises:
+            WeightSyncError: an engine does not serve the policy's adapters exactly.
+        """
+        engines = self._reached(engine_urls, adapters) if engine_urls else None
+        self._disconnect()
+        self._engines = engines
+        if isinstance(engines, AdapterSync):
+            self._check_adapters(engines)
+
+    def compute_logprobs(self, batch: Batch) -> Metrics:
+        """Sets `batch.prox_logprobs` and `batch.entropies`, those of the policy before the update,
+        if the algorithm uses the first. Returns metrics that compare them with the engine's.
+
+        Raises:
+            TrainingError: trainer and engine give different probabilities to tokens that the
+                current weights sampled; or the engine's routing is to be replayed and not recorded.
+        """
+        metrics = routing_metrics(self.models, batch, self.config.rollout.temperature)
+        if not self.algorithm.needs_prox:
+            return metrics
+        temperature = self.config.rollout.temperature
+        scores = steps.compute_logprobs(self.models, batch, temperature=temperature)
+        metrics |= mismatch_metrics(batch, scores.logprobs, self.version)
+        metrics["actor/entropy_before"] = float(scores.entropy.mean())
+        self._check_mismatch(metrics.get("mismatch/logp_abs_mean", 0.0))
+        return metrics
+
+    def compute_ref_logprobs(self, batch: Batch) -> None:
+        """Sets `batch.ref_logprobs` and `batch.teacher_logprobs` if the algorithm uses them."""
+        temperature = self.config.rollout.temperature
+        steps.compute_ref_logprobs(self.models, batch, temperature=temperature)
+
+    def compute_values(self, batch: Batch) -> None:
+        """Sets `batch.values` if the algorithm has a critic."""
+        steps.compute_values(self.models, batch)
+
+    def compute_advantages(self, batch: Batch) -> Metrics:
+        """Sets `batch.advantages`."""
+        return self.algorithm.compute_advantages(batch)
+
+    def update(self, batch: Batch) -> Metrics:
+        """Executes the optimizer steps of one batch, each in as many micro-batches as the limit on
+        their size requires.
+
+        The metric `actor/update_steps` is the number of optimizer steps. It is 0, and the version
+        does not change, if the algorithm trains on none of the groups, and during the critic's
+        warm-up.
+
+        Raises:
+            TrainingError: a token would not be trained exactly once, a gradient is not finite, or
+                the engine's probabilities differ from the trainer's.
+        """
+        metrics = {"actor/update_steps": 0.0} | steps.update(
+            self.models,
+            batch,
+            temperature=self.config.rollout.temperature,
+            version=self.version,
+            generator=self._generator,
+        )
+        if not self.algorithm.needs_prox:
+            metrics |= self._mismatch_in_update(batch, metrics)
+        self.step += 1
+        if metrics["actor/update_steps"]:
+            self.version += 1
+        return metrics
+
+    def imitate(self, batch: Batch, aggregation: Aggregation) -> Metrics:
+        """Executes one optimizer step towards recorded text; see `trainer.extras.sft`.
+
+        Raises:
+            TrainingError: a token would not be trained exactly once, or a gradient is not finite.
+        """
+        metrics = steps.imitate(self.models, batch, aggregation)
+        self.step += 1
+        self.version += 1
+        return metrics
+
+    def imitation_loss(self, batch: Batch) -> float:
+        """Mean of `−log p` over the tokens of the batch, in nats."""
+        scores = steps.compute_logprobs(self.models, batch, temperature=1.0)
+        return -float(scores.logprobs.double().mean())
+
+    def sync_weights(self) -> Metrics:
+        """Sends the policy's weights to every engine and compares both on the probe.
+
+        Raises:
+            WeightSyncError: an engine refused the weights, or does not serve them.
+        """
+        engines = self._connected()
+        if isinstance(engines, AdapterSync):
+            config = adapter_config(self.models.policy.model)
+            with closing(self.models.adapter()) as tensors:
+                report = engines.push(tensors, config, self.version)
+        else:
+            with closing(self.weights()) as weights:
+                report = engines.push(weights, self.version, self.models.policy.hf_shapes)
+        metrics = {
+            "sync/paused_s": report.paused_s,
+            "sync/total_s": report.total_s,
+            "sync/bytes": float(report.size_bytes),
+        }
+        if self.config.engine.verify and len(self.probe) > 1:
+            tolerance = self.config.engine.probe_tolerance(self.config.model)
+            metrics["sync/probe_abs_mean"] = engines.verify(
+                self.probe, self.score(self.probe), tolerance
+            )
+        return metrics
+
+    def publish_weights(self, run: str, held: Sequence[Report]) -> Published:
+        """Publishes the policy's weights, or its adapter, at `engine.publish`, for relay workers.
+        `run` names the run's folder there. `held` is what engines report of the types in which they
+        hold weights; empty: they are published as they are trained.
+
+        Raises:
+            ConfigError: no installed file system serves the URL.
+            WeightSyncError: the weights could not be written.
+        """
+        if self._publishing is None:
+            self._publishing = Publishing(self.config, self.models, self.probe, run)
+        return self._publishing.publish(self.version, held)
+
+    @property
+    def served(self) -> ServedPolicy | None:
+        """The last version of the adapter that the engines got, which the proxy must publish; None
+        if they have the trained weights."""
+        engines = self._engines
+        if not isinstance(engines, AdapterSync) or not engines.served_name:
+            return None
+        return ServedPolicy(self.config.model.policy, self.version, engines.served_name)
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """log p(ids[t] | ids[:t]) at temperature 1 for t = 1 … T-1, under the current weights."""
+        scores = steps.compute_logprobs(self.models, probe_batch(ids), temperature=1.0)
+        return scores.logprobs.tolist()
+
+    def weights(self) -> Generator[Named]:
+        """The policy's weights by their names in a Hugging Face checkpoint; see `Models`."""
+        return self.models.weights()
+
+    def save(self, checkpoints: Checkpoints, loop: dict[str, Any], *, best: bool = False) -> None:
+        """Writes a checkpoint of this step; `loop` is your loop's own state, which must be JSON.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
+        """
+        state = self.state | {"random": random_state(), "loop": loop}
+        model = self.config.model.path
+        checkpoints.save(self.step, self.models, state, model, best=best)
+
+    def restore(self, checkpoints: Checkpoints) -> RunState:
+        """Loads the last checkpoint. Without a checkpoint, returns the state of a new run.
+
+        Raises:
+            CheckpointError: the checkpoint is of another architecture or another optimizer.
+        """
+        saved = checkpoints.latest()
+        if saved is None:
+            return RunState(self.step, self.version, {})
+        checkpoints.load(saved, self.models)
+        state = checkpoints.read_run(saved)
+        self.continue_from(state)
+        restore_random_state(state["random"])
+        return RunState(self.step, self.version, state["loop"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Its state in a checkpoint besides that of the models, as JSON."""
+        return {
+            "step": self.step,
+            "version": self.version,
+            "generator": generator_state(self._generator),
+        }
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state`."""
+        self.step, self.version = int(state["step"]), int(state["version"])
+        restore_generator(self._generator, state["generator"])
+
+    @contextmanager
+    def engines_asleep(self) -> Iterator[None]:
+        """A context in which the engines have freed their GPU memory, if `engine.sleep` is set.
+
+        Raises:
+            WeightSyncError: an engine that is alive did not fall asleep or did not wake up.
+        """
+        if not self.config.engine.sleep or self._engines is None:
+            yield
+            return
+        control = self._connected().control
+        with _unless_dead(control):
+            control.sleep()
+        try:
+            yield
+        finally:
+            self.free_cache()
+            with _unless_dead(control):
+                control.wake_up()
+
+    def free_cache(self) -> None:
+        """Gives memory that no tensor uses back to the GPUs of all ranks."""
+        self.models.together(FreeCache())
+
+    def speed(self, batch: Batch, seconds: float) -> Metrics:
+        """Throughput and memory of a step that took `seconds` on this rank."""
+        metrics = {
+            "throughput/input_tokens_per_s": batch.input_tokens / seconds,
+            "memory/peak_gib": _peak_gib(),
+        }
+        forward = 1 / 3 if self.algorithm.needs_prox else 0.0
+        passes = self.algorithm.config.epochs + forward
+        policy = self.models.policy
+        flops = training_flops(policy.model.config, policy.multiplied_weights, batch, passes=passes)
+        share = utilisation(flops, seconds, policy.device, policy.ranks.size)
+        return metrics if share is None else metrics | {"throughput/mfu": share}
+
+    def close(self) -> None:
+        """Disconnects from the engines, and ends publishing."""
+        self._disconnect()
+        if self._publishing is not None:
+            self._publishing.close()
+            self._publishing = None
+
+    def _disconnect(self) -> None:
+        if self._engines is not None:
+            self._engines.close()
+            self._engines = None
+
+    def _reached(self, urls: Sequence[str], adapters: Path | None) -> WeightSync | AdapterSync:
+        control, policy = EngineControl(urls), self.config.model.policy
+        if not policy:
+            device = self.models.policy.device
+            return WeightSync(control, self.config.engine.weight_transfer, device)
+        folder = adapters or self.config.trainer.run_dir / "adapters"
+        return AdapterSync(control, folder, policy)
+
+    def _check_adapters(self, engines: AdapterSync) -> None:
+        """Compares trainer and engines on a random adapter, before anything is sampled."""
+        if not self.config.engine.verify or len(self.probe) < 2:
+            return
+        self.models.together(UseRandomAdapter())
+        config = adapter_config(self.models.policy.model)
+        tolerance = self.config.engine.probe_tolerance(self.config.model)
+        try:
+            scores = self.score(self.probe)
+            with closing(self.models.adapter()) as tensors:
+                engines.try_out(tensors, config, self.probe, scores, tolerance)
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"the engine does not serve this policy's adapters: {error}; set "
+                "model.lora.update=merged, or choose other model.lora.target_modules"
+            ) from error
+        finally:
+            self.models.together(RestoreAdapter())
+
+    def _connected(self) -> WeightSync | AdapterSync:
+        if self._engines is None:
+            raise TrainingError("the trainer has no engines yet: call connect(engine_urls) first")
+        return self._engines
+
+    def _mismatch_in_update(self, batch: Batch, metrics: Metrics) -> Metrics:
+        """Compares trainer and engine in the update's own forward pass, which is exact for one
+        optimizer step."""
+        if metrics["actor/update_steps"] != 1 or "actor/logp_abs_diff" not in metrics:
+            return {}
+        mean = metrics["actor/logp_abs_diff"]
+        if not bool((batch.versions == self.version).all()):
+            return {"mismatch/all_abs_mean": mean}
+        self._check_mismatch(mean)
+        return {"mismatch/all_abs_mean": mean, "mismatch/logp_abs_mean": mean}
+
+    def _check_mismatch(self, mean: float) -> None:
+        tolerance = self.config.engine.mismatch_tolerance(self.config.model)
+        if mean > tolerance:
+            raise TrainingError(
+                f"step {self.step + 1}: trainer and engine differ by mean |Δ log p| = {mean:.2e} "
+                f"on the same weights, but at most {tolerance:.0e} is expected; "
+                "check engine.dtype and rollout.temperature, or raise engine.verify_tolerance"
+            )
+
+
+@contextmanager
+def _unless_dead(control: EngineControl) -> Iterator[None]:
+    """Suppresses the error of an engine that has ended: `trainer.cluster.engines` replaces it."""
+    try:
+        yield
+    except WeightSyncError:
+        if control.lost_in_update(LOST_S) is None:
+            raise
+
+
+def _peak_gib() -> float:
+    """Peak memory of this process in GiB: on the GPU if it trains on one, else of the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+Scorer = Literal["policy", "base", "reference", "teacher"]
+"""Name of a model in `Models`; `base` is the policy without its adapter."""
+
+
+def compute_logprobs(models: Models, batch: Batch, *, temperature: float) -> Scores:
+    """Scores the batch with the policy; sets `batch.prox_logprobs` and `batch.entropies`."""
+    scores = _scores(models, models.policy, "policy", batch, temperature)
+    batch.prox_logprobs, batch.entropies = scores.logprobs, scores.entropy
+    return scores
+
+
+def base_logprobs(models: Models, batch: Batch, *, temperature: float) -> Scores:
+    """Scores the batch with the weights that the policy's LoRA adapter adapts, without it."""
+    return _scores(models, AdaptersOff(models.policy), "base", batch, temperature)
+
+
+def compute_ref_logprobs(models: Models, batch: Batch, *, temperature: float) -> None:
+    """Sets `batch.ref_logprobs` and `batch.teacher_logprobs` if there are such models."""
+    if models.reference is not None:
+        scores = _scores(models, models.reference, "reference", batch, temperature)
+        batch.ref_logprobs = scores.logprobs
+    if models.teacher is not None:
+        scores = _scores(models, models.teacher, "teacher", batch, temperature)
+        batch.teacher_logprobs = scores.logprobs
+
+
+def compute_values(models: Models, batch: Batch) -> None:
+    """Sets `batch.values` if there is a critic."""
+    if models.critic is not None:
+        parts = models.critic.parts(batch)
+        found = models.deal([ValuePart(part.batch) for part in parts])
+        batch.values = joined(parts, found)
+
+
+def update(
+    models: Models, batch: Batch, *, temperature: float, version: int, generator: torch.Generator
+) -> Metrics:
+    """Trains the critic on the batch, then the policy, except during the critic's warm-up.
+
+    `version` is the version of the policy's weights before the update; `generator` draws the
+    mini-batches. Returns metrics, which are means over optimizer steps.
+    Raises TrainingError as `update_policy`.
+    """
+    metrics: Metrics = {}
+    warming_up = False
+    if models.critic is not None:
+        learnt = update_critic(models, models.critic, batch, generator=generator)
+        metrics |= {f"critic/{name}": value for name, value in learnt.items()}
+        settings = models.algorithm.config.critic
+        warming_up = settings is not None and models.updates < settings.warmup_steps
+    models.updates += 1
+    if warming_up:
+        return metrics
+    learnt = update_policy(
+        models, batch, temperature=temperature, version=version, generator=generator
+    )
+    return metrics | {f"actor/{name}": value for name, value in learnt.items()}
+
+
+def update_policy(
+    models: Models, batch: Batch, *, temperature: float, version: int, generator: torch.Generator
+) -> Metrics:
+    """Trains the policy on a batch that has advantages.
+
+    If the algorithm trains on none of the groups, no step is executed and `update_steps` is 0.
+    Raises TrainingError if a token of a mini-batch was not trained exactly once.
+    """
+
+    def part(batch: Batch, weights: StepWeights, expected: int) -> TrainPolicy:
+        return TrainPolicy(batch, weights, expected, temperature, version)
+
+    metrics = _mean_over_steps(_optimizer_steps(models, models.policy, batch, part, generator))
+    if "kl_loss" in metrics:
+        models.algorithm.adapt_kl(metrics["kl_loss"])
+    return metrics
+
+
+def update_critic(
+    models: Models, critic: Critic, batch: Batch, *, generator: torch.Generator
+) -> Metrics:
+    """Trains the critic towards the batch's value targets, in the algorithm's mini-batches.
+
+    Raises TrainingError like `update_policy`, and if there are no values or targets.
+    """
+    metrics = _mean_over_steps(_optimizer_steps(models, critic, batch, TrainCritic, generator))
+    if batch.values is not None and batch.value_targets is not None:
+        metrics["explained_variance"] = explained_variance(batch.values, batch.value_targets)
+    return metrics
+
+
+def imitate(models: Models, batch: Batch, aggregation: Aggregation) -> Metrics:
+    """Executes one optimizer step towards the tokens of the batch, whoever sampled them.
+
+    Raises TrainingError like `update_policy`.
+    """
+    models.updates += 1
+    weights = imitation_weights(batch, aggregation)
+    learnt = models.deal(
+        [
+            Imitate(part.batch, weights.of(part.tokens), batch.num_tokens)
+            for part in models.policy.parts(batch)
+        ]
+    )
+    return {f"sft/{name}": value for name, value in learnt.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePart:
+    """Scores the rank's part of a batch. Returns the scores of all parts on rank 0."""
+
+    by: Scorer
+    batch: Batch
+    temperature: float
+
+    def on(self, models: Models) -> list[Scores]:
+        model = _scorer(models, self.by)
+        scores = model.compute_logprobs(self.batch, temperature=self.temperature)
+        return models.policy.ranks.gather(scores)
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePart:
+    """Computes the critic's values of the rank's part of a batch, as `ScorePart`."""
+
+    batch: Batch
+
+    def on(self, models: Models) -> list[Tensor]:
+        assert models.critic is not None
+        return models.policy.ranks.gather(models.critic.compute_values(self.batch))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPolicy:
+    """The rank's part of one optimizer step of the policy."""
+
+    batch: Batch
+    weights: StepWeights
+    expected: int
+    """Number of tokens that all ranks train together."""
+    temperature: float
+    version: int
+
+    def on(self, models: Models) -> Metrics:
+        policy, algorithm, batch = models.policy, models.algorithm, self.batch
+        loss = algorithm.loss(batch, self.weights, version=self.version)
+        return train_part(
+            policy,
+            batch,
+            lambda micros: policy.accumulate(
+                micros,
+                batch,
+                loss,
+                temperature=self.temperature,
+                entropy_grad=algorithm.config.entropy_coefficient > 0,
+            ),
+            self.expected,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainCritic:
+    """The rank's part of one optimizer step of the critic."""
+
+    batch: Batch
+    weights: StepWeights
+    expected: int
+    """As in `TrainPolicy`."""
+
+    def on(self, models: Models) -> Metrics:
+        critic, batch = models.critic, self.batch
+        assert critic is not None
+        loss = models.algorithm.value_loss(batch, self.weights)
+        return train_part(
+            critic,
+            batch,
+            lambda micros: summed(critic.forward_backward(micro, batch, loss) for micro in micros),
+            self.expected,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Imitate:
+    """The rank's part of one optimizer step towards recorded text."""
+
+    batch: Batch
+    weights: StepWeights
+    expected: int
+    """As in `TrainPolicy`."""
+
+    def on(self, models: Models) -> Metrics:
+        policy, batch = models.policy, self.batch
+        loss = imitation_loss(self.weights)
+        return train_part(
+            policy,
+            batch,
+            lambda micros: policy.accumulate(micros, batch, loss, temperature=1.0),
+            self.expected,
+        )
+
+
+def _scorer(models: Models, name: Scorer) -> FrozenModel:
+    model: FrozenModel | None
+    match name:
+        case "policy":
+            model = models.policy
+        case "base":
+            model = AdaptersOff(models.policy)
+        case "reference":
+            model = models.reference
+        case "teacher":
+            model = models.teacher
+    assert model is not None
+    return model
+
+
+def _scores(
+    models: Models, model: FrozenModel, name: Scorer, batch: Batch, temperature: float
+) -> Scores:
+    parts = model.parts(batch)
+    found = models.deal([ScorePart(name, part.batch, temperature) for part in parts])
+    return Scores(
+        joined(parts, [scores.logprobs for scores in found]),
+        joined(parts, [scores.entropy for scores in found]),
+    )
+
+
+def _optimizer_steps(
+    models: Models,
+    model: Trainable,
+    batch: Batch,
+    part_step: Callable[[Batch, StepWeights, int], TrainPolicy | TrainCritic],
+    generator: torch.Generator,
+) -> Iterator[Metrics]:
+    """Executes one optimizer step per mini-batch; yields its metrics."""
+    for sequences in models.algorithm.mini_batches(batch, generator):
+        weights = models.algorithm.weigh(batch, sequences)
+        expected = int(torch.isin(batch.sequence, sequences).sum())
+        yield models.deal(
+            [
+                part_step(part.batch, weights.of(part.tokens), expected)
+                for part in model.parts(batch, sequences.tolist())
+            ]
+        )
+
+
+def _mean_over_steps(steps: Iterator[Metrics]) -> Metrics:
+    sums: dict[str, float] = defaultdict(float)
+    count = 0
+    for metrics in steps:
+        for name, value in metrics.items():
+            sums[name] += value
+        count += 1
+    return {name: value / count for name, value in sums.items()} | {"update_steps": float(count)}

@@ -1,6 +1,0 @@
-"""Writes a run's `report.html`, which needs only the run's folder and can be written at any
-time."""
-
-from trainer.report.page import Report, write_report
-
-__all__ = ["Report", "write_report"]

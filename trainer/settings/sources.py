@@ -1,0 +1,321 @@
+"""The keys of a configuration, read from the sections that define them.
+
+Invariant: a key's text is the docstring below its field, and its bounds are the bounds that are
+checked, so that the documentation of a key cannot differ from the code.
+
+Reads a configuration from its sources: command line > environment > YAML files > default.
+
+Invariant: a value overrides the values of the sources after it in that order, and every error names
+the key, its value, its source and what to do.
+
+The names that keys have in other trainers, and their names here.
+
+The error for another trainer's key names the key to use here, so that the error messages are
+enough to translate a configuration of verl, AReaL or AgentJet.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Union
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from proxy.errors import ConfigurationError
+from proxy.settings.hub import model_folder
+from proxy.settings.section import Section
+from trainer.algorithms.part import NamedPart, Parts
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
+from trainer.settings.values import merged, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Example: Key("algorithm.loss[gspo].clip_low", "Lower bound of …", field)"""
+
+    path: str
+    """The dotted path, with the part's name in brackets if a section is one of several parts."""
+    text: str
+    """The docstring below the field; empty if there is none."""
+    field: FieldInfo
+    sections: tuple[type[BaseModel], ...]
+    """The sections that the key may hold: none for a value, several if one of them is chosen."""
+
+    @property
+    def part_names(self) -> list[str]:
+        """The names of the parts of an algorithm of which the key holds one or several."""
+        return [_name_of(each) for each in self.sections if issubclass(each, NamedPart)]
+
+    @property
+    def dotted(self) -> str:
+        """The path as it is written on the command line. Example: algorithm.loss.clip_low"""
+        return re.sub(r"\[[^]]*\]", "", self.path)
+
+
+def keys_of(
+    model: type[BaseModel], prefix: str = "", seen: frozenset[type[BaseModel]] = frozenset()
+) -> Iterator[Key]:
+    """Every key of the section and of its subsections, in the order of their definition."""
+    documented = docstrings(model)
+    for name, field in model.model_fields.items():
+        if name == "name" and prefix.endswith("]"):
+            continue  # the path contains the part's name
+        path = f"{prefix}.{name}" if prefix else name
+        nested = _parts(field.metadata) or tuple(_models(field.annotation))
+        text = documented.get(name, "") or (_summary(nested[0]) if nested else "")
+        yield Key(path, " ".join(text.split()), field, nested)
+        for each in nested:
+            if each not in seen:
+                variant = path if len(nested) == 1 else f"{path}[{_name_of(each)}]"
+                if typing.get_origin(field.annotation) in (dict, Mapping):
+                    variant = f"{path}.NAME"
+                yield from keys_of(each, variant, seen | {each})
+
+
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Name of a field of the class or its ancestors → the docstring below it."""
+    texts: dict[str, str] = {}
+    for cls in reversed(model.__mro__):
+        if not issubclass(cls, BaseModel) or cls is BaseModel:
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        field = ""
+        for node in body.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                field = node.target.id
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and field:
+                texts[field] = str(node.value.value)
+                field = ""
+            else:
+                field = ""
+    return texts
+
+
+def _summary(model: type[BaseModel]) -> str:
+    """The first paragraph of the section's docstring, without its example."""
+    own = model.__doc__ if model.__doc__ != BaseModel.__doc__ else None
+    first = (own or "").strip().partition("\n\n")[0].partition("Example:")[0]
+    return re.sub(r"^(The `\S+` section of a run|Section `\S+`)[.:]\s*", "", first)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The pydantic models in an annotation, including those in unions and containers."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        return
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        kind, *metadata = typing.get_args(annotation)
+        yield from _parts(metadata) or _models(kind)
+    elif origin in (Union, types.UnionType, tuple, list, dict, Mapping):
+        for part in typing.get_args(annotation):
+            yield from _models(part)
+
+
+def _parts(metadata: Iterable[Any]) -> tuple[type[BaseModel], ...]:
+    """The classes of the registry in a field's annotation; empty if there is no registry in it."""
+    for each in metadata:
+        if isinstance(each, Parts):
+            return each.classes
+    return ()
+
+
+def _name_of(model: type[BaseModel]) -> str:
+    field = model.model_fields.get("name")
+    return str(field.default) if field is not None else model.__name__
+
+
+SUCCESSORS: Mapping[str, str] = {
+    "actor.path": "model.path",
+    "actor.optimizer.lr": "optimizer.lr",
+    "actor_rollout_ref.actor.clip_ratio": "algorithm.loss.clip_low and algorithm.loss.clip_high",
+    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.rollout.n": "rollout.group_size",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "ajet.model.path": "model.path",
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl.coefficient",
+    "algorithm.lam": "algorithm.advantage.lam",
+    "gconfig.temperature": "rollout.temperature",
+    "remote_agent.harbor_dataset_dirs": "data.harbor_dataset_dirs",
+    "remote_agent.llm_proxy_ip": "proxy_server.llm_proxy_ip",
+    "remote_agent.placement": "remote_agent.command, remote_agent.kubernetes, remote_agent.ray or "
+    "remote_agent.harbor_server_urls",
+    "remote_agent.proxy_server_url": "proxy_server.url",
+    "rollout.n": "rollout.group_size",
+    "train_dataset.batch_size": "rollout.groups_per_step",
+    "train_dataset.path": "data.train_files",
+    "trainer.default_local_dir": "trainer.run_dir",
+    "trainer.dir": "trainer.run_dir",
+    "trainer.project_name": "logging.wandb_project",
+    "valid_dataset.path": "data.val_files",
+}
+"""A whole key elsewhere → the key here."""
+
+SUCCESSORS_BY_LAST_NAME: Mapping[str, str] = {
+    "adv_estimator": "algorithm.advantage.name",
+    "clip_ratio_high": "algorithm.loss.clip_high",
+    "clip_ratio_low": "algorithm.loss.clip_low",
+    "gpu_memory_utilization": "engine.gpu_memory_share",
+    "grpo_n": "rollout.group_size",
+    "interchange_server_port": "the port of --swarm-server HOST:PORT",
+    "kl_loss_coef": "algorithm.kl.coefficient",
+    "loss_agg_mode": "algorithm.aggregation",
+    "max_concurrent_rollouts": "rollout.concurrency",
+    "max_env_worker": "rollout.concurrency",
+    "max_head_offpolicyness": "rollout.max_staleness",
+    "max_model_len": "engine.max_context_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "max_token_staleness": "rollout.max_staleness and rollout.stale",
+    "n_gpus_per_node": "trainer.ranks and engine.replicas",
+    "n_samples": "rollout.group_size",
+    "num_repeat": "rollout.group_size",
+    "over_sample_threshold": "rollout.over_sample, the share of additional groups",
+    "ppo_epochs": "algorithm.epochs",
+    "ppo_mini_batch_size": "algorithm.mini_batches, the number of mini-batches of a step",
+    "save_freq": "trainer.save_every",
+    "swarm_mode_sample_collection_max_cached_episodes": "swarm.max_collected",
+    "swarm_mode_sample_collection_method": "swarm.stop_rule",
+    "tail_batch_trigger_size": "rollout.tail_groups",
+    "test_freq": "eval.every",
+    "tool_format": "proxy_server.renderer",
+    "total_epochs": "trainer.steps",
+    "total_train_epochs": "trainer.steps",
+    "total_training_steps": "trainer.steps",
+    "train_batch_size": "rollout.groups_per_step",
+}
+"""The last part of another trainer's key, whatever its section there → the key here."""
+
+
+def successor(key: str) -> str | None:
+    """The name here of another trainer's key; None if it is not known."""
+    return SUCCESSORS.get(key) or SUCCESSORS_BY_LAST_NAME.get(key.rpartition(".")[2])
+
+
+_NAMED = re.compile(r"^(agents|(?:agents\.[^.]+\.)?data\.(?:train|val)_sources)\.[^.]+")
+"""A section that has a name of the user's own."""
+
+
+def load(
+    paths: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> TrainerConfig:
+    """The configuration from the YAML files, the environment and the command line. Later files
+    override earlier ones. A model of the hub is downloaded; its path is that of its folder.
+
+    Raises:
+        ConfigError: names all wrong keys, or says why the model cannot be downloaded.
+    """
+    values, origin = merged(paths, overrides, environment or {})
+    try:
+        config = TrainerConfig.model_validate(values)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        problems = (problem for each in details for problem in _problems(each, values, origin))
+        raise ConfigError(*problems) from error
+    try:
+        folder = model_folder(config.model.path)
+    except ConfigurationError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    return config.model_copy(update={"model": config.model.at(folder)})
+
+
+def dump(config: Section) -> str:
+    """A configuration with all keys, as YAML, from which `load` reads an equal configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _problems(
+    detail: ErrorDetails, values: Mapping[str, Any], origin: Mapping[str, str]
+) -> Iterator[str]:
+    key, value = _key(detail["loc"], values), detail["input"]
+    where = f" (from {_origin(key, origin)})" if key else ""
+    if detail["type"] == "missing":
+        yield f"{key}: missing; set it in the YAML file or as {key}=… on the command line"
+    elif detail["type"] == "extra_forbidden":
+        for each, given in _leaves(key, value):
+            yield f"{each}={shown(each, given)}{where}: there is no such key{suggestion(each)}"
+    else:
+        message = detail["msg"].removeprefix("Value error, ")
+        if key:
+            yield f"{key}={shown(key, value)}{where}: {message}"
+        else:  # one line for each contradiction between sections
+            yield from message.splitlines()
+
+
+def _key(loc: Sequence[str | int], values: Any) -> str:
+    """The key as the user wrote it. Pydantic's location also contains the name of the chosen part,
+    if a section is one of several parts."""
+    *path, last = loc or ("",)
+    parts: list[str] = []
+    for part in path:
+        is_inside = isinstance(values, Mapping) and part in values
+        if not is_inside and not isinstance(part, int):
+            continue  # the name of a chosen part
+        values = values[part]
+        parts.append(str(part))
+    return ".".join([*parts, str(last)])
+
+
+def _origin(key: str, origin: Mapping[str, str]) -> str:
+    while key and key not in origin:
+        key = key.rpartition(".")[0]
+    return origin.get(key, "a default")
+
+
+def suggestion(key: str) -> str:
+    """The end of an error message that suggests the key that was probably meant."""
+    if (here := successor(key)) is not None:
+        return f"; here it is {here}"
+    known = list(dict.fromkeys(each.dotted for each in keys_of(TrainerConfig)))
+    known.sort(key=lambda each: each.count("."))
+    section, _, name = key.rpartition(".")
+    while not (inside := _inside(section, known)):  # a wrong section: its own name is compared
+        section, _, name = section.rpartition(".")
+    close = difflib.get_close_matches(name, inside, n=1, cutoff=0.7)
+    close = close or [each for each in inside if len(name) > 2 and name in each]
+    elsewhere = [each for each in known if _last(each) == _last(key)]
+    nearest = [each for each in elsewhere if each.count(".") == elsewhere[0].count(".")]
+    prefix = f"{section}." if section else ""
+    if meant := [f"{prefix}{each}" for each in close] or nearest:
+        return f"; did you mean {' or '.join(meant[:3])}?"
+    if section and inside:
+        return f"; {section} has: {', '.join(inside)}"
+    return f"; the sections are: {', '.join(TrainerConfig.model_fields)}"
+
+
+def _inside(section: str, known: Sequence[str]) -> list[str]:
+    """The names of the keys in a section; of the sections, if `section` is empty."""
+    generic = _NAMED.sub(r"\1.NAME", section)
+    return [_last(each) for each in known if each.rpartition(".")[0] == generic]
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping) or not value:
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)

@@ -1,0 +1,144 @@
+"""The keys and values of a configuration, merged from its sources and not checked yet.
+
+Sources: command line > environment > YAML files. Environment variables are
+`AGENTIC_TRAIN__SECTION__KEY` and the names of verl's recipe (`VERL_NAMES`). Their values and those
+on the command line are YAML: `8`, `1e-5`, `[a, b]`, `{k: v}`.
+
+This module imports nothing of the trainer's own sections, which need seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from proxy.secrecy import HIDDEN, is_secret, without_secrets
+from proxy.settings.yaml_file import parse_yaml, read_yaml, yaml_fault
+from trainer.errors import ConfigError
+
+ENV_PREFIX = "AGENTIC_TRAIN__"
+
+VERL_NAMES: Mapping[str, str] = {
+    "LLM_PROXY_IP": "proxy_server.llm_proxy_ip",
+    "PROXY_SERVER_URL": "proxy_server.url",
+    "HARBOR_SERVER_URL": "remote_agent.harbor_server_url",
+    "HARBOR_SERVER_TIMEOUT": "remote_agent.harbor_server_timeout",
+    "HARBOR_DATASET_DIRS": "data.harbor_dataset_dirs",
+    "REMOTE_AGENT_NAME": "remote_agent.agent_name",
+    "REMOTE_AGENT_IMPORT_PATH": "remote_agent.agent_import_path",
+    "REMOTE_AGENT_KWARGS": "remote_agent.agent_kwargs",
+    "REMOTE_AGENT_MAX_RETRIES": "remote_agent.max_retries",
+    "REMOTE_AGENT_RETRY_BASE_DELAY": "remote_agent.retry_base_delay",
+    "REMOTE_AGENT_TASK_PATH_TEMPLATE": "remote_agent.task_path_template",
+    "REMOTE_AGENT_ENVIRONMENT_OVERRIDES": "remote_agent.environment_overrides",
+    "REMOTE_AGENT_ENVIRONMENT_KWARGS": "remote_agent.environment_kwargs",
+    "REMOTE_AGENT_ENVIRONMENT_IMPORT_PATH": "remote_agent.environment_import_path",
+    "REMOTE_AGENT_USE_LOCAL_TRIAL": "remote_agent.use_local_trial",
+    "REMOTE_MODEL_NAME": "remote_agent.model_name",
+}
+"""Environment variable of verl's recipe → key. The variables keep their meaning, except that the
+command line overrides them."""
+
+
+def merged(
+    paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of all sources, and for each key the source that set it. Later files override
+    earlier ones.
+
+    Raises:
+        ConfigError: a source cannot be read.
+    """
+    sources = [(f"{path}", _from_yaml(path)) for path in paths]
+    sources.append(("the environment", _from_environment(environment)))
+    sources.append(("the command line", _from_command_line(overrides)))
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, each in sources:
+        _merge(values, each, "", name, origin)
+    return values, origin
+
+
+def shown(key: str, value: Any) -> str:
+    """The value of a key as a message shows it, without secrets."""
+    name = key.rpartition(".")[2]
+    return HIDDEN if is_secret(name, value) else f"{without_secrets(value)!r:.100}"
+
+
+def _from_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = read_yaml(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--config {path}: cannot be read ({error.strerror}); give a YAML file"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not YAML: {yaml_fault(error)}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"--config {path}: the file must map sections to keys, as in agentic_trainer.yaml"
+        )
+    return data
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, text in environment.items():
+        if name in VERL_NAMES:
+            key = VERL_NAMES[name]
+        elif name.startswith(ENV_PREFIX):
+            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+        else:
+            continue
+        _put(values, key, _value(text, f"environment {name}"))
+    return values
+
+
+def _from_command_line(overrides: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for argument in overrides:
+        key, equals, text = argument.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{argument!r}: overrides are key=value, like rollout.group_size=8")
+        _put(values, key, _value(text, key))
+    return values
+
+
+def _value(text: str, where: str) -> Any:
+    try:
+        return parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{where}={shown(where, text)}: not YAML ({error.__class__.__name__}); put it in quotes"
+        ) from error
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key}: {section} is set both as a value and as a section")
+    values[last] = value
+
+
+def _merge(
+    into: dict[str, Any], values: Mapping[str, Any], prefix: str, name: str, origin: dict[str, str]
+) -> None:
+    """Merges mappings key by key; any other value replaces the one that was there."""
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        origin[path] = name
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value, f"{path}.", name, origin)
+            continue
+        into[key] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
