@@ -98,7 +98,8 @@ from agent_loop.errors import LaunchError
 from agent_loop.processes.host import Job, ProcessHost
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from harbor_sdk.client import AgentRunClient
-from proxy import landlock, wall
+from proxy import wall
+from proxy.machine import landlock
 from proxy.keys import with_admin_key
 from proxy.client import ProxyClient
 from proxy.config import load_config

@@ -129,7 +129,7 @@ class Fit:
     log: RunLog
     control: RunControl
     uploads: CheckpointUploads = field(default_factory=CheckpointUploads)
-    """Copies the checkpoints to `trainer.extras.mirror`."""
+    """Copies the checkpoints to `trainer.checkpoint_mirror`."""
     trials_per_step: int = 0
     """Number of trials of a step, for the progress line; 0 if they also run between steps."""
     step: int = 0

@@ -125,7 +125,7 @@ def _begin_new(parts: Parts, *notes: str) -> int:
     if (mirrored := _mirrored(parts.config)) is not None:
         mirror, copy = mirrored
         raise ConfigError(
-            f"trainer.extras.mirror={mirror.url} has the checkpoint of step {copy.step} of "
+            f"trainer.checkpoint_mirror={mirror.url} has the checkpoint of step {copy.step} of "
             "another run, and this is a new run; give each run its own URL, or delete that folder"
         )
     folder = RunFolder.create(parts.config.trainer.run_dir)
@@ -174,7 +174,7 @@ def _continue_on_empty_disk(
     """Continues a run of the same configuration, of which only the mirror is left."""
     if changed := _changed_keys(mirror.history(copy, "config.yaml"), parts.config, planned):
         raise ConfigError(
-            f"trainer.extras.mirror={mirror.url} has the checkpoint of step {copy.step} of a "
+            f"trainer.checkpoint_mirror={mirror.url} has the checkpoint of step {copy.step} of a "
             f"run with another configuration ({', '.join(changed[:8])}); set it as it was to "
             "continue that run, or use another URL for a new run"
         )
@@ -190,7 +190,7 @@ def _continue_locked(parts: Parts, folder: RunFolder, *notes: str) -> int:
         mirror, copy = mirrored
         if copy.run_id != folder.run_id:
             raise ConfigError(
-                f"trainer.extras.mirror={mirror.url} has checkpoints of the run {copy.run_id}, "
+                f"trainer.checkpoint_mirror={mirror.url} has checkpoints of the run {copy.run_id}, "
                 f"and {folder.path} is the run {folder.run_id}; give each run its own URL"
             )
         if saved is None or copy.step > saved.step:

@@ -275,7 +275,7 @@ def test_failed_run_ends_with_its_own_error_whatever_its_report_raises(
 def test_run_on_an_empty_disk_continues_from_its_mirror(
     run_until: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = f"trainer.extras.mirror=file://{tmp_path}/mirror"
+    url = f"trainer.checkpoint_mirror=file://{tmp_path}/mirror"
     assert run_until("running", url) == ("run", 0)
     run = RunFolder(tmp_path / "run")
     mirror = CheckpointMirror(f"file://{tmp_path}/mirror", keep_last=2)
@@ -291,7 +291,7 @@ def test_run_on_an_empty_disk_continues_from_its_mirror(
 
 
 def test_mirror_of_another_run_is_refused(run_until: Any, tmp_path: Path) -> None:
-    url = f"trainer.extras.mirror=file://{tmp_path}/mirror"
+    url = f"trainer.checkpoint_mirror=file://{tmp_path}/mirror"
     assert run_until("running", url) == ("run", 0)
     run = RunFolder(tmp_path / "run")
     mirror = CheckpointMirror(f"file://{tmp_path}/mirror", keep_last=2)
@@ -304,7 +304,7 @@ def test_mirror_of_another_run_is_refused(run_until: Any, tmp_path: Path) -> Non
 
 
 def test_newer_copy_of_the_mirror_is_continued(run_until: Any, tmp_path: Path) -> None:
-    url = f"trainer.extras.mirror=file://{tmp_path}/mirror"
+    url = f"trainer.checkpoint_mirror=file://{tmp_path}/mirror"
     assert run_until("running", url) == ("run", 0)
     run = RunFolder(tmp_path / "run")
     newer = run.checkpoints / "step-000009"

@@ -28,7 +28,7 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.ranks_config import TrainerSection
 from trainer.run.folder import RunFolder
 
-KEY = "trainer.extras.mirror"
+KEY = "trainer.checkpoint_mirror"
 HISTORY = ("run.id", "summary.json", "metrics.jsonl", "phases.jsonl", "trials.jsonl", "config.yaml")
 """Files of the run's folder that a copy has besides the checkpoint. The configuration is fetched
 last, because a folder without it is not that of a run."""

@@ -2,8 +2,8 @@
 
     python -m trainer.mains.low_level --config my.yaml [key=value …]
 
-Copy this file and change the loop: everything in `train` is a call that you may replace, repeat or
-leave out. It samples, then trains, in one process; it saves once, at the end.
+Copy this file: everything in `train` is a call that you may replace, repeat or leave out. It
+samples, then trains, in one process; it saves once, at the end.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ async def test_failed_upload_is_a_warning_until_the_end(folder: RunFolder, tmp_p
     await uploads.room(said.append)
     assert len(said) == 1
     assert said[0].startswith(
-        f"warning: trainer.extras.mirror: file://{tmp_path}/file cannot get a copy of "
+        f"warning: trainer.checkpoint_mirror: file://{tmp_path}/file cannot get a copy of "
         f"{saved.path} ("
     )
     uploads.start(saved, folder)

@@ -55,7 +55,3 @@ def test_low_level_loop_updates_the_engine_in_every_step(
     assert learner.score([1, 2, 3]) != before
     assert all(metrics["mismatch/logp_abs_mean"] < 1e-5 for metrics in history)
     assert "step 3: reward" in capsys.readouterr().out
-
-
-def test_low_level_main_is_shorter_than_100_lines() -> None:
-    assert len(Path(main_low_level.__file__).read_text().splitlines()) < 100

@@ -89,7 +89,7 @@ class SftFit:
     log: RunLog
     control: RunControl
     uploads: CheckpointUploads = field(default_factory=CheckpointUploads)
-    """Copies the checkpoints to `trainer.extras.mirror`."""
+    """Copies the checkpoints to `trainer.checkpoint_mirror`."""
     step: int = 0
     """Number of steps that count."""
     _saved_at: float = field(default_factory=time.monotonic)
