@@ -301,7 +301,7 @@ class Socket:
 
 
 class TwoOutputs:
-    """Implements `proxy.extras.binary_route.server.TokenSource`: each call has two outputs at a time."""
+    """Implements `TokenSource`: each call has two outputs at a time."""
 
     def __init__(self) -> None:
         self.began: list[str] = []
