@@ -132,6 +132,8 @@ def session_variables(trial: Trial) -> dict[str, str]:
         "OPENAI_API_KEY": trial.api_key,
         "ANTHROPIC_BASE_URL": root,
         "ANTHROPIC_API_KEY": trial.api_key,
+        "GOOGLE_GEMINI_BASE_URL": root,
+        "GEMINI_API_KEY": trial.api_key,
         "AGENT_MODEL": trial.model,
         "OPENAI_MODEL": trial.model,
         "ANTHROPIC_MODEL": trial.model,

@@ -34,6 +34,9 @@ FOREIGN = (
     "CLAUDE_CODE_OAUTH_TOKEN",
     "CLAUDE_CODE_USE_BEDROCK",
     "CLAUDE_CODE_USE_VERTEX",
+    "GOOGLE_API_KEY",
+    "GOOGLE_GENAI_USE_GCA",
+    "GOOGLE_GENAI_USE_VERTEXAI",
     "OPENAI_ORGANIZATION",
     "OPENAI_PROJECT_ID",
 )
@@ -82,7 +85,7 @@ def find_agent(argv: Sequence[str], name: str | None) -> AgentProgram:
 
 
 def session_variables(session: SessionHandle) -> dict[str, str]:
-    """What every agent gets, in the names that OpenAI's and Anthropic's SDKs read."""
+    """What every agent gets, in the names that the SDKs of OpenAI, Anthropic and Google read."""
     return {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_BASE": session.base_url,
@@ -91,6 +94,8 @@ def session_variables(session: SessionHandle) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": session.anthropic_base_url,
         "ANTHROPIC_API_KEY": session.api_key,
         "ANTHROPIC_MODEL": MODEL,
+        "GOOGLE_GEMINI_BASE_URL": session.anthropic_base_url,
+        "GEMINI_API_KEY": session.api_key,
         "AGENT_MODEL": MODEL,
     }
 

@@ -159,7 +159,7 @@ def secret_object(trial: Trial, job: Object) -> Object:
 
 def _pod(settings: JobSettings, trial: Trial, name: str) -> Object:
     inside = replace(trial, directory=FOLDER)
-    keys = {"OPENAI_API_KEY", "ANTHROPIC_API_KEY"}
+    keys = {"OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"}
     given = {key: value for key, value in session_variables(inside).items() if key not in keys}
     plain = {key: value.replace("$", "$$") for key, value in given.items()}
     plain |= {key: _value(value, inside) for key, value in settings.env.items()}

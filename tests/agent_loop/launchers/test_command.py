@@ -145,6 +145,8 @@ async def test_agent_gets_the_environment_variables_of_every_sdk(
     seen = json.loads(log_of(trial))
     assert seen["OPENAI_BASE_URL"] == seen["OPENAI_API_BASE"] == "http://127.0.0.1:9/v1"
     assert seen["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9"
+    assert seen["GOOGLE_GEMINI_BASE_URL"] == "http://127.0.0.1:9"
+    assert seen["GEMINI_API_KEY"] == "key-of-t-1"
     assert seen["OPENAI_API_KEY"] == seen["ANTHROPIC_API_KEY"] == "key-of-t-1"
     assert seen["AGENT_MODEL"] == seen["OPENAI_MODEL"] == "policy"
     assert seen["TASK_PROMPT"] == "do it"

@@ -135,6 +135,7 @@ async def test_without_a_program_the_lines_for_shells_are_printed(
     export = next(line for line in out.splitlines() if line.startswith("export "))
     assert f"OPENAI_BASE_URL={proxy.url}/mine/v1 " in export
     assert f"ANTHROPIC_BASE_URL={proxy.url}/mine " in export
+    assert f"GOOGLE_GEMINI_BASE_URL={proxy.url}/mine " in export
     assert f"set -gx ANTHROPIC_BASE_URL {proxy.url}/mine" in out.splitlines()
     key = next(line for line in out.splitlines() if line.startswith("set -gx OPENAI_API_KEY "))
     async with proxy.http.get(
