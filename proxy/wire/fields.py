@@ -145,7 +145,8 @@ class Fields:
 
 def only_provider_tools(fields: Fields) -> RequestError:
     """The error for a request all of whose tools are run by a provider, such as a web search."""
-    kinds = [tool.get("type") for tool in fields.items("tools") if isinstance(tool, dict)]
+    given = [tool for tool in fields.items("tools") if isinstance(tool, dict)]
+    kinds = [tool.get("type") or next(iter(tool), None) for tool in given]  # Google's have no type
     named = ", ".join(str(kind)[:MAX_SHOWN_CHARS] for kind in kinds[:5])
     return RequestError(
         f"tools: {named} would be run by the model's provider, which this proxy has none of; offer "

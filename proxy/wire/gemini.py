@@ -25,7 +25,7 @@ from proxy.errors import ContextOverflow, ProxyError
 from proxy.records import FinishReason
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
 from proxy.wire.dialect import BOUNDS, WHOLE, Call, ForcedCall, Headers, Options, Outcome, Piece
-from proxy.wire.fields import Fields
+from proxy.wire.fields import Fields, only_provider_tools
 
 MAX_CANDIDATES = 8
 _PATH = re.compile(
@@ -221,7 +221,11 @@ def parse_messages(request: Fields) -> list[Message]:
 
 
 def parse_tools(request: Fields) -> list[dict[str, Any]]:
-    """The functions; tools that Google would run are left out. Raises RequestError."""
+    """The functions; tools that Google would run are left out.
+
+    Raises:
+        RequestError: a malformed function, or Google would run all of the tools.
+    """
     tools = []
     for tool in request.objects("tools"):
         for declared in _camel(tool).objects("functionDeclarations"):
@@ -232,6 +236,9 @@ def parse_tools(request: Fields) -> list[dict[str, Any]]:
             schema = declaration.child("parametersJsonSchema").data
             function["parameters"] = schema or json_schema(declaration.child("parameters").data)
             tools.append({"type": "function", "function": function})
+    names = {name for tool in request.items("tools") for name in tool}
+    if not tools and names - {"functionDeclarations"}:
+        raise only_provider_tools(request)
     return tools
 
 

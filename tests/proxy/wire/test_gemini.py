@@ -258,3 +258,13 @@ def test_any_body_is_parsed_or_refused(change: dict[str, Any]) -> None:
     except RequestError:
         return
     assert call.conversation.messages
+
+
+async def test_request_for_a_search_by_google_alone_is_refused(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    for tools in ([{"googleSearch": {}}], [{"google_search": {}}, {"urlContext": {}}]):
+        status, body = await ask(proxy, session, ASKED | {"tools": tools})
+        assert status == 400
+        assert next(iter(tools[-1])) in orjson.loads(body)["error"]["message"]
+    for tools in ([{"functionDeclarations": []}], []):
+        assert (await ask(proxy, session, ASKED | {"tools": tools}))[0] == 200
