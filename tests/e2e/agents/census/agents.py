@@ -6,7 +6,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from agent_loop.launchers.command import CommandConfig
 from proxy.conversation import Conversation
 from proxy.records import ForkCause, Turn
 from tests.e2e.agents.census.hands import UNKNOWN, Hands, delegated, later, work
-from tests.e2e.agents.census.policy import REPORT, Call, Step
+from tests.e2e.agents.census.policy import REPORT, Arguments, Call, Step
 from tests.e2e.agents.census.schemas import Arguments as Drawn
 from tests.e2e.agents.test_agents import AGENTS, SCRIPTS, example
 
@@ -46,6 +46,8 @@ class Agent:
     """Steps of its own, for tools that need sensible arguments. `{work}` is the workspace."""
     last: Step = _REPORTS
     """How the policy ends a part."""
+    reports: Mapping[str, Arguments] = field(default_factory=dict)
+    """The tool by which a sub-agent ends, if it has one, with its arguments."""
     checks_names: bool = True
     """It answers a call of an unknown tool; a script on an SDK may end with an error."""
     one_call: bool = False
@@ -68,12 +70,9 @@ class Agent:
 
     def plan(self, tools: list[dict[str, Any]], workspace: str, part: int) -> list[Step]:
         """The policy's steps in a part: its own ones, and every other tool twice."""
-        if self.text_only:
-            return list(self.steps[part - 1 : part])
-        if part > 1:
-            return later(self.hands, workspace, part)
-        steps = [*work(self.hands, workspace), *([UNKNOWN] if self.checks_names else [])]
-        steps += (_placed(step, workspace) for step in self.steps)
+        steps = self.work_plan(tools, workspace, part)
+        if self.text_only or part > 1:
+            return steps
         made = Counter(name for step in steps for name, _ in step.calls)
         for tool in tools:
             name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
@@ -83,6 +82,15 @@ class Agent:
                 if name not in dict(self.last.calls)
             ]
         return steps
+
+    def work_plan(self, _: list[dict[str, Any]], workspace: str, part: int) -> list[Step]:
+        """The steps that do not come from the schemas of the tools."""
+        if self.text_only:
+            return list(self.steps[part - 1 : part])
+        if part > 1:
+            return later(self.hands, workspace, part)
+        steps = [*work(self.hands, workspace), *([UNKNOWN] if self.checks_names else [])]
+        return [*steps, *(_placed(step, workspace) for step in self.steps)]
 
 
 def _placed(step: Step, workspace: str) -> Step:
@@ -190,6 +198,7 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
     claude_argv = tuple(word for word in claude.argv if word != "--bare")
     codex = example("codex")
     qwen, pi, cline = example("qwen_code"), example("pi"), example("cline")
+    gemini, kimi = example("gemini_cli"), example("kimi_code")
     mini, hands, aider = example("mini_swe_agent"), example("openhands"), example("aider")
     all_agents = (
         Agent(
@@ -213,6 +222,7 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                 _one("TaskOutput", task_id="{seen:with ID: (\\w+)}", block=True, timeout=5000),
                 _one("Bash", command="echo 5", timeout="5000", description=" é  "),
                 _one("Read", file_path="{work}/long.txt", offset="2", limit="3"),
+                _one("SendMessage", to="main", summary=" é", message="  a message\n"),
                 _one("TaskCreate", subject="one é", description="  the first\n"),
                 _one("TaskUpdate", taskId="1", status="in_progress"),
                 _one("TaskUpdate", taskId="1", status="completed"),
@@ -275,30 +285,51 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
         Agent(
             "gemini_cli",
             npm("@google/gemini-cli", "census"),
-            (
-                ("gemini", "-y", "--skip-trust", "-m", "{model}", "-p", "{prompt}"),
-                ("gemini", "-y", "--skip-trust", "-m", "{model}", "-r", "latest", "-p", "{prompt}"),
+            (gemini.argv, (*gemini.argv, "-r", "latest")),
+            gemini.env,
+            replace(
+                _files(_bash("run_shell_command"), ("read_file", "write_file", "replace")),
+                edit=lambda path, old, new: (
+                    "replace",
+                    {
+                        "file_path": path,
+                        "instruction": "Replace it.",
+                        "old_string": old,
+                        "new_string": new,
+                    },
+                ),
             ),
-            {
-                "HOME": "{directory}",
-                "GOOGLE_GEMINI_BASE_URL": "{root_url}",
-                "GEMINI_API_KEY": "{api_key}",
-                "GEMINI_TELEMETRY_ENABLED": "false",
-            },
-            _files(_bash("run_shell_command"), ("read_file", "write_file", "replace")),
+            (
+                *delegated("invoke_agent", {"agent_name": "generalist"}),
+                _one("run_shell_command", command="sleep 0.3; echo late", is_background=True),
+                _one("web_fetch", prompt="Read http://127.0.0.1:9/ "),
+            ),
+            reports={"complete_task": {"result": {"response": REPORT}}},
+            designs=(
+                Design(
+                    "loop check",
+                    _mentions("stuck in a repetitive, non-productive state", *ForkCause),
+                    "after 30 turns of a prompt it asks whether the agent is in a loop "
+                    "(`You are a diagnostic agent that determines whether …`)",
+                ),
+                Design(
+                    "plan mode",
+                    _mentions("enter_plan_mode", ForkCause.SYSTEM_CHANGED),
+                    "enter_plan_mode gives it another system prompt (`Plan Mode`) and other tools",
+                ),
+                Design(
+                    "resumed session",
+                    _mentions("Part 2: ", ForkCause.NEW_CONVERSATION),
+                    "a resumed session begins with the folder's new listing (`<session_context>`) "
+                    "and has each tool result twice",
+                ),
+            ),
         ),
         Agent(
             "kimi_code",
             npm("@moonshot-ai/kimi-code", "census"),
-            (("kimi", "-p", "{prompt}"), ("kimi", "-c", "-p", "{prompt}")),
-            {
-                "HOME": "{directory}",
-                "KIMI_MODEL_NAME": "{model}",
-                "KIMI_MODEL_API_KEY": "{api_key}",
-                "KIMI_MODEL_BASE_URL": "{base_url}",
-                "KIMI_MODEL_MAX_CONTEXT_SIZE": "131072",
-                "KIMI_CODE_NO_AUTO_UPDATE": "1",
-            },
+            (kimi.argv, _with(kimi.argv, "-c", "-p", without=("-p",))),
+            kimi.env,
             _files(_bash("Bash"), ("Read", "Write", "Edit"), path="path"),
             (
                 _one("ReadMediaFile", path="{work}/picture.png"),

@@ -81,16 +81,19 @@ class Policy:
         *,
         trials: Path,
         last: Step,
+        reports: Mapping[str, Arguments],
         text_only: bool,
         one_call: bool,
         dies_at: int | None = None,
     ) -> None:
         """`trials`: the folder of the trials' directories. `shell`: a command → the call that runs
-        it, for sub-agents. `last` ends a part. `text_only`: the agent offers no tools. `one_call`:
+        it, for sub-agents. `last` ends a part. `reports`: the tool by which a sub-agent ends,
+        if it has one, with its arguments. `text_only`: the agent offers no tools. `one_call`:
         an answer has one call at most. `dies_at`: the answer in whose middle the engine's
         connection breaks."""
         self._trials = trials
         self._last = last
+        self._reports = reports
         self._text_only = text_only
         self._one_call = one_call or not writer.family.several_calls
         self._dies_at = dies_at
@@ -110,16 +113,20 @@ class Policy:
         if rest is not None:
             return rest
         call = next(c for c in reversed(self._proxy.engine.calls) if c.prompt_ids is prompt_ids)
-        session_id, _, index = call.request_id.rpartition("#")
+        session_id, _, turn = call.request_id.rpartition("#")
+        index = int(turn.partition(".")[0])
         session, turns = await self._proxy.control.get_turns(session_id)
-        found = load_conversation(turns, int(index))
+        found = load_conversation(turns, index)
         if found is None:
             raise ValueError(f"turn {index} of {session_id} has no conversation")
         if role_of(found.conversation) == "main":  # the last step's calls have run
             self._check_files(self._trials / session_id / "work")
         seen = f"{session.metadata[FOLDER]}/work"
         role, answer = self._answer(found.conversation, seen)
-        self.written.append(Written(session_id, int(index), role, answer))
+        schema = None if answer.tool_calls else _answer_schema(turns[index].sampling)
+        if role == "side" and schema is not None:
+            answer = Message("assistant", json.dumps(_least(schema)), answer.reasoning)
+        self.written.append(Written(session_id, index, role, answer))
         ids = self._writer.ids(answer, found.conversation.tools)
         self._answers[tuple(prompt_ids)] = ids
         if len(self.written) == self._dies_at:
@@ -145,8 +152,11 @@ class Policy:
         return role, self._main(conversation, workspace, part)
 
     def _sub_agent(self, conversation: Conversation) -> Message:
+        names = {tool["function"]["name"] for tool in conversation.tools}
         if conversation.messages[-1].role == "tool" or not conversation.tools:
-            return Message("assistant", REPORT, "The command has run.")
+            ends = names.intersection(self._reports)
+            report = Step(tuple((name, self._reports[name]) for name in ends), text=REPORT)
+            return _message(report, "The command has run.")
         call = self._shell("echo '  from a sub-agent é 😀' >> parts.txt")
         return _message(Step((call,)), "I do my part.")
 
@@ -193,6 +203,29 @@ def role_of(conversation: Conversation) -> str:
     if asked is None:
         return "side"
     return "main" if asked["part"] else "sub-agent"
+
+
+def _answer_schema(sampling: Any) -> dict[str, Any] | None:
+    """The JSON Schema that an answer has to have, wherever it stands in the sampling parameters."""
+    if isinstance(sampling, str) and sampling.startswith("{"):
+        sampling = json.loads(sampling)
+    if isinstance(sampling, Mapping):
+        schema = sampling.get("json_schema", sampling.get("json"))
+        if isinstance(schema, dict) and schema.keys() & {"type", "properties"}:
+            return schema
+        sampling = list(sampling.values())
+    found = map(_answer_schema, sampling) if isinstance(sampling, list) else iter(())
+    return next((each for each in found if each is not None), None)
+
+
+def _least(schema: Mapping[str, Any]) -> Any:
+    """A value of the schema that says as little as possible: no, none, 0."""
+    if schema.get("enum"):
+        return schema["enum"][0]
+    kind = schema.get("type", "object")
+    if kind == "object":
+        return {name: _least(each) for name, each in schema.get("properties", {}).items()}
+    return {"array": [], "number": 0, "integer": 0, "boolean": False}.get(kind, REPORT)
 
 
 def _part(conversation: Conversation) -> int | None:

@@ -88,6 +88,7 @@ async def run_agent(
         agent.hands.shell,
         trials=folder / "trials",
         last=agent.last,
+        reports=agent.reports,
         text_only=agent.text_only,
         one_call=agent.one_call,
         dies_at=dies_at,

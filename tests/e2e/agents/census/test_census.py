@@ -3,6 +3,7 @@ changed argument. `make agents-census` has the same as a table, for all families
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,25 @@ async def test_every_tool_is_driven_without_fork_refusal_or_changed_argument(
     ends = {call for call, _ in agents()[name].last.calls}
     assert set(row.offered) - set(row.driven) <= ends
     assert row.turns > len(row.offered)
+
+
+async def test_claude_code_works_and_resumes_without_fork_refusal_or_changed_argument(
+    writer: tuple[Writer, Path], tmp_path: Path
+) -> None:
+    """The fast half: without the calls that are drawn from the schemas, and without compaction."""
+    family, folder = writer
+    agent = agents()["claude_code"]
+    async with starting_proxies(folder, family.rendering, tmp_path) as start:
+        proxy = await start(max_context_tokens=CONTEXT_TOKENS)
+        row, policy, *_ = await run_agent(
+            replace(agent, argvs=agent.argvs[:2]),
+            proxy,
+            family,
+            tmp_path,
+            timeout_s=300,
+            plan=agent.work_plan,
+        )
+    assert row.faults() == []
+    assert row.designed == {"sub-agent": 4}
+    made = policy.counts()
+    assert {"Read", "Write", "Edit", "Bash", "Agent", "SendMessage", "TaskUpdate"} <= made.keys()
