@@ -1,7 +1,7 @@
 """Trains each algorithm on the quickstart's task from the same starter model.
 
-    make starter bench-algorithms                       all of `VARIANTS`, seed 0
-    make bench-algorithms ARGS="rloo gspo --seed 1"
+    python -m benchmarks.algorithms                     all of `VARIANTS`, seed 0
+    python -m benchmarks.algorithms rloo gspo --seed 1
 
 The runs follow one another; each is a complete `agentic-train` with a real vLLM. Prints a Markdown
 table: held-out success before and after, mean training success by quarter of the run, number of
@@ -44,7 +44,7 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.algorithms", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(VARIANTS)}; default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=24)

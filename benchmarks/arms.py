@@ -98,7 +98,9 @@ class Curve:
 def main(study: Study, doc: str | None, argv: list[str] | None = None) -> int:
     """The command of a benchmark; `doc` is its help."""
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m benchmarks.{study.name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("arms", nargs="*", help=f"of {', '.join(study.arms)}; default all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -1,4 +1,4 @@
-"""python -m benchmarks.context_parallel: memory and time of ranks that share micro-batches.
+"""Memory and time of ranks that share micro-batches.
 
 For each number of ranks, trains a random Qwen3 on one sequence, of which each rank computes a part,
 and prints what the forward and backward pass add to the memory of the process that needs most, and
@@ -34,7 +34,9 @@ MIB = 2**20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.context_parallel", description=__doc__
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=256)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.fits: which models the trainer's ranks fit on how many GPUs.
+"""Which models the trainer's ranks fit on how many GPUs.
 
 By the estimate that a run makes before it starts (`trainer.policy.memory`), for full training in
 bfloat16 with AdamW and gradient checkpointing: the smallest `trainer.context_parallel` with which a
@@ -61,7 +61,7 @@ MODELS: Mapping[str, Any] = MappingProxyType(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fits", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64])

@@ -1,6 +1,6 @@
-"""Weights published as files, in full and as deltas (make bench-published-weights).
+"""Weights published as files, in full and as deltas.
 
-    make bench-published-weights ARGS="--layers 12 --lr 1e-6 1e-5"
+    python -m benchmarks.published_weights --layers 12 --lr 1e-6 1e-5
 
 Trains a Qwen 3 of random weights in float32 by AdamW on random tokens, publishes each version in
 bfloat16, and pulls it, both in a folder on this machine. The first steps, in which AdamW has no
@@ -101,7 +101,9 @@ def measure(trained: Trained, versions: int, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.published_weights", description=__doc__
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--scale", type=float, default=1.0)

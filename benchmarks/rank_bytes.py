@@ -1,4 +1,4 @@
-"""python -m benchmarks.rank_bytes: what each rank receives from rank 0 in one training step.
+"""What each rank receives from rank 0 in one training step.
 
 Trains GRPO with two optimizer steps on four groups of eight trials of a coding agent (prompts of
 4,000 tokens, each shared by a group), on gloo ranks of this machine. The bytes are counted by the
@@ -38,7 +38,7 @@ BYTES_RECEIVED = 128
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_bytes", description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     ranks = parser.parse_args().ranks
     with tempfile.TemporaryDirectory() as name:

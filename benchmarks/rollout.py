@@ -1,4 +1,4 @@
-"""`make bench-rollout`: the gain of asynchronous production, and the cost of the loop itself.
+"""The gain of asynchronous production, and the cost of the loop itself.
 
 1. *Schedules.* The real producers, a scripted engine and agents in virtual time (the clock jumps
    to the next timer; only durations are simulated). The time of an agent is log-normal with σ =
@@ -263,7 +263,9 @@ def first_url(process: subprocess.Popen[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rollout", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--answer-s", type=float, default=30.0)

@@ -1,4 +1,4 @@
-"""`make bench-salvage`: sampled tokens per finished trial, with and without salvage.
+"""Sampled tokens per finished trial, with and without salvage.
 
 Agents are processes that make `--turns` calls, on a proxy process and a scripted engine. Each
 trial, also a retry or a continuation, is killed with the given probability, at a moment that is
@@ -160,7 +160,9 @@ async def _print_rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.salvage", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.5])
     parser.add_argument("--rollouts", type=int, default=60)
     parser.add_argument("--turns", type=int, default=8)

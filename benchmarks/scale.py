@@ -3,7 +3,7 @@
 Time is virtual: the clock jumps to the next timer. Each proxy has a real
 `Router` and a real schedule, with its own view of the load, as in a deployment; its CPU
 time is measured. Each fleet runs with and without the schedule. `benchmarks.simulated_engine`
-describes what is simulated. `make bench-scale` prints the tables of docs/scale.md.
+describes what is simulated. `python -m benchmarks.scale` prints the tables of docs/notes/scale.md.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def choosing_us(replicas: int, sessions: int = 20_000) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="virtual; a schedule settles in 600"
     )

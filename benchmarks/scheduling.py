@@ -6,7 +6,7 @@ the same server and code), in turn, with an empty prefix cache at the start of e
 `--host-gib`, once more on a server with a host tier (vLLM's own on a GPU; on a CPU
 `tests/e2e/host_tier.py`). The model has
 random weights: the figures are about its size and the cache, not about what it says.
-`make bench-scheduling` prints the table of docs/scale.md.
+`python -m benchmarks.scheduling` prints the table of docs/notes/scale.md.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def same_answers(one: Figures, other: Figures) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduling", description=__doc__)
     parser.add_argument("--agents", type=int, default=16)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=300)

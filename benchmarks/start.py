@@ -1,4 +1,4 @@
-"""`make bench-start`: seconds from `agentic-train` to the first sampled token of the quickstart.
+"""Seconds from `agentic-train` to the first sampled token of the quickstart.
 
 Also the processor time that all processes of the run have used by then, which other work on the
 machine changes less. `--against DIR` measures another checkout, such as an older commit with its
@@ -27,7 +27,7 @@ POLL_S = 0.05
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.start", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--against", type=Path, help="another checkout")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""`make bench-step`: what a training step of the quickstart costs, by part.
+"""What a training step of the quickstart costs, by part.
 
 Processor time of one run from the end of its step `--after` to the end of its last step, divided by
 the steps between, and the same of each phase by the clock. Agents and verifiers are processes too
@@ -36,7 +36,7 @@ Cost = Counter[str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--after", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)

@@ -2,7 +2,7 @@
 
 The store has copies of one recorded session of 128k tokens. Times are those of a real Chromium,
 from the navigation to the rows on the screen. `--trace` writes a trace of the scrolling in
-Chromium's own format. `make bench-view` prints the tables of docs/performance.md.
+Chromium's own format. `python -m benchmarks.view` prints the tables of docs/notes/performance.md.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.view", description=__doc__)
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--viewers", type=int, default=4)

@@ -1,6 +1,6 @@
-"""A weight update through shared memory, compared with one copy (make bench-weight-sync).
+"""A weight update through shared memory, compared with one copy.
 
-    make bench-weight-sync ARGS="--megabytes 50 500 --vllm"
+    python -m benchmarks.weight_sync --megabytes 50 500 --vllm
 
 *stage* is the trainer's half, while the engines still sample: it copies each tensor to shared
 memory and hashes it. *receive* is an engine's half, in a separate process: it hashes, compares and
@@ -64,7 +64,7 @@ class Cost(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 500, 2048])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=7)

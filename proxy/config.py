@@ -266,7 +266,7 @@ class ProxyConfig(BaseSettings, ListenConfig):
     for the proxy that it starts."""
     published_runs: Path | None = None
     """A folder for the runs that other trainers publish with `PUT /view/runs/NAME`, which the page
-    in the browser then shows (docs/view.md). None: no run can be published."""
+    in the browser then shows (docs/publishing.md). None: no run can be published."""
     policy_version: int = Field(default=0, ge=0)
     """The version of the weights until an engine or the trainer reports another."""
     workers: int = Field(default=1, ge=1)

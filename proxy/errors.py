@@ -53,7 +53,7 @@ class RequestError(ProxyError):
 
 
 class QuotaReached(RequestError):
-    """A quota of several sessions allows no further call (docs/deployment.md)."""
+    """A quota of several sessions allows no further call (docs/operations.md)."""
 
     def __init__(self, quota: str) -> None:
         super().__init__(f"the quota {quota!r} is used up or was removed", status=403, code="quota")

@@ -1,6 +1,6 @@
 """What our code uses of other packages is in the official wheels of the pinned versions.
 
-`make conformance` also compares the newest versions and writes docs/notes/conformance.md.
+`python -m tests.conformance` also compares the newest ones and writes docs/notes/conformance.md.
 """
 
 from __future__ import annotations

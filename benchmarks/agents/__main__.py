@@ -1,4 +1,4 @@
-"""`make bench-agents`: 10,000 agents at once on two proxies, one PostgreSQL and two engines.
+"""10,000 agents at once on two proxies, one PostgreSQL and two engines.
 
 All processes run on this machine. The agents are coroutines in `--processes` processes
 (`part.py`), each a trial of the real `RemoteAgentLoop` that makes streaming calls over HTTP. The
@@ -332,7 +332,9 @@ def _status_bytes(status: str, name: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.agents", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--agents", type=int, default=10_000)
     parser.add_argument("--calls", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8)

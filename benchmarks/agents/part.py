@@ -1,4 +1,4 @@
-"""One of the processes of `make bench-agents`: its share of the agents, each a coroutine.
+"""One of the processes of `python -m benchmarks.agents`: its share of the agents, each a coroutine.
 
 Every agent is a trial of `RemoteAgentLoop`: session, agent, recording, reward, rollout. Only the
 launcher is scripted; its agent makes streaming calls over HTTP and repeats a failed call as an SDK
@@ -174,7 +174,7 @@ async def _run(given: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.agents.part", description=__doc__)
     parser.add_argument("--proxy", required=True)
     parser.add_argument("--agents", type=int, required=True)
     parser.add_argument("--calls", type=int, required=True)

@@ -1,8 +1,8 @@
 """Trains an agent that summarises its history: with its summaries, without them, without a limit.
 
-    make bench-compaction                               all of `STUDY`'s arms, seeds 0, 1 and 2
-    make bench-compaction ARGS="masked --seeds 0"       one run
-    make bench-compaction ARGS="--table"                no run, only the results of those in --out
+    python -m benchmarks.compaction                 all of `STUDY`'s arms, seeds 0, 1 and 2
+    python -m benchmarks.compaction masked --seeds 0one run
+    python -m benchmarks.compaction --table         no run, only the results of those in --out
 
 An evaluation is 32 trials, each at a vault that was not trained at.
 """

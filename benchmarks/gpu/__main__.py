@@ -1,9 +1,9 @@
-"""`make bench-gpu`: what only GPUs can show, unattended. The first table takes at most 8 minutes.
+"""What only GPUs can show, unattended. The first table takes at most 8 minutes.
 
-    make bench-gpu                                 one GPU: the first table
-    make bench-gpu ARGS=--all                      then also several GPUs, recipes and memory
-    make bench-gpu ARGS=--rehearse                 the same on a CPU, with tiny sizes
-    make bench-gpu ARGS="--only sleep exactness"   some parts, again if they are done
+    python -m benchmarks.gpu                        one GPU: the first table
+    python -m benchmarks.gpu --all                  then also several GPUs, recipes and memory
+    python -m benchmarks.gpu --rehearse             the same on a CPU, with tiny sizes
+    python -m benchmarks.gpu --only sleep exactness some parts, again if they are done
 
 Each part runs in a process that ends with this one, even by `kill -9`. A part that fails, or lasts
 longer than its limit, is a row that says why, and the others go on. Started again, it runs the
@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__.partition("\n\n")[0]
+    )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, without GPUs")
     parser.add_argument("--all", action="store_true", help="not only the first table")
     parser.add_argument("--only", nargs="+", metavar="PART", help="some parts, by name")

@@ -57,7 +57,9 @@ ONE_AT_A_TIME = Lock()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.exactness", description=__doc__.partition("\n\n")[0]
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument("--rows", type=Path, help="a file that keeps the rows")

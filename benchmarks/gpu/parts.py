@@ -1,4 +1,4 @@
-"""The parts of `make bench-gpu`: training runs whose record is read, and other benchmarks.
+"""The parts of `benchmarks.gpu`: training runs whose record is read, and other benchmarks.
 
 The first table needs one GPU and at most 8 minutes: the sum of its parts' limits. In a rehearsal,
 every part runs on a CPU, with tiny sizes.

@@ -1,4 +1,4 @@
-"""What `make bench-gpu` has found so far: `results.json`, `results.md` and `logs.tar.gz`.
+"""What `python -m benchmarks.gpu` has found so far: `results.json`, `results.md` and `logs.tar.gz`.
 
 Invariant: each part has at most one row, written when the part has ended. All three are replaced
 atomically, so a stopped benchmark goes on from them.

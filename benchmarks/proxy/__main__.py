@@ -1,4 +1,4 @@
-"""`make bench-proxy`: our proxy, a bare pass-through, and other proxies on the same fake vLLM.
+"""Our proxy, a bare pass-through, and other proxies on the same fake vLLM.
 
 All are measured in one run on one machine, so that their ratios can be compared.
 """
@@ -35,7 +35,7 @@ Starters = dict[str, Callable[[], AbstractContextManager[targets.Target]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proxy", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 256])

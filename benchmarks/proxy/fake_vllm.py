@@ -150,7 +150,9 @@ async def _serve(tokens: int, tokens_per_s: float, in_steps: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.proxy.fake_vllm", description=__doc__
+    )
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--tokens-per-s", type=float, default=30.0)
     parser.add_argument("--in-steps", action="store_true", help="tokens of all streams at one time")

@@ -141,7 +141,7 @@ class _Client(asyncio.Protocol):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proxy.load", description=__doc__)
     parser.add_argument("url")
     parser.add_argument("--headers", default="{}")
     parser.add_argument("--body", required=True)

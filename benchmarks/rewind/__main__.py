@@ -1,8 +1,8 @@
 """Trains one task with a sparse reward from prefixes, in trees, and in neither way.
 
-    make bench-rewind                                   all of `STUDY`'s arms, seeds 0, 1 and 2
-    make bench-rewind ARGS="trees --seeds 0"            one run
-    make bench-rewind ARGS="--table"                    no run, only the results of those in --out
+    python -m benchmarks.rewind                     all of `STUDY`'s arms, seeds 0, 1 and 2
+    python -m benchmarks.rewind trees --seeds 0     one run
+    python -m benchmarks.rewind --table             no run, only the results of those in --out
 
 An evaluation is 32 walks from the start, 4 through each house.
 """

@@ -1,1 +1,1 @@
-"""The training step: shared prefixes, packed, and TRL's GRPOTrainer (make bench-train)."""
+"""The training step: shared prefixes, packed, and TRL's GRPOTrainer."""

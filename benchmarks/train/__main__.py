@@ -1,4 +1,4 @@
-"""python -m benchmarks.train: tokens/s and peak memory of a training step, side by side.
+"""Tokens/s and peak memory of a training step, side by side.
 
 Each contestant is a separate process, so that its peak memory can be measured. They make their
 steps in turn, so that other work on the machine affects all of them. Peak memory is what the steps
@@ -46,7 +46,7 @@ CONTESTANTS = ("tree", "packed", "trl")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)

@@ -1,8 +1,8 @@
-"""python -m benchmarks.verl: verl's PPO trainer trains the quickstart's agent, without a GPU.
+"""Verl's PPO trainer trains the quickstart's agent, without a GPU.
 
 Starts `verl.trainer.main_ppo` with verl's own trainer, workers (FSDP2), vLLM server and transfer
 queue, and `RemoteAgentLoop` as its agent loop, and prints a Markdown table of the steps.
-`docs/coming_from.md` lists what stops such a run without these settings.
+`docs/notes/verl.md` lists what stops such a run without these settings.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ ENVIRONMENT = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.verl", description=__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--held-out", type=int, default=64, help="tasks of each evaluation")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "verl")

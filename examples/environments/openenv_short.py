@@ -1,7 +1,7 @@
 """An environment on OpenEnv's own server: two answers, each the better the shorter it is.
 
 `.cache/openenv/bin/python examples/environments/openenv_short.py` serves it at 127.0.0.1:8020;
-`make openenv` installs OpenEnv.
+`python -m benchmarks.install openenv` installs OpenEnv.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An environment of the package `verifiers`: the shorter the answer, the better.
 
 Any model can learn it in a few steps. `agentic-train --config examples/environments/verifiers.yaml`
-trains on it; `make verifiers` installs verifiers.
+trains on it; `python -m benchmarks.install verifiers` installs verifiers.
 """
 
 from __future__ import annotations

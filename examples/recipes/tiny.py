@@ -1,6 +1,6 @@
 """Makes a tiny checkpoint of the class of each recipe's model, with random weights.
 
-    python -m examples.recipes.tiny --packages DIR --out DIR     (make recipes)
+    python -m examples.recipes.tiny --packages DIR --out DIR     (benchmarks.install runs this)
 
 Everything that is not a size is that of the published model: class, kinds of layers, head sizes of
 Gated DeltaNet, names of tensors, Qwen3's vocabulary of 151,669 tokens, and the chat template. The

@@ -2,7 +2,7 @@
 # examples/recipes/train.sh MODEL AGENT [--eight-gpus] [--tiny] [key=value …]
 #
 # Runs a recipe with a harbor-server of its own, from the repository's root, after `make harbor` and
-# `make agents`; with --tiny also `make recipes`. MODEL is a file of models/, AGENT one of agents/.
+# `make agents`; with --tiny also `python -m benchmarks.install recipes`. MODEL is a file of models/, AGENT one of agents/.
 set -euo pipefail
 
 main() {  # read in full before it runs, because a run lasts longer than a checkout

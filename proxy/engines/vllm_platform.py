@@ -156,7 +156,8 @@ def version() -> str:
             if not found.startswith(f"{SUPPORTED}."):
                 raise ConfigurationError(
                     f"{name} {found} is installed, but this version of agentic-rl works with "
-                    f"{SUPPORTED} alone (`make conformance` says what differs); run `make setup`"
+                    f"{SUPPORTED} alone; run `make setup` (`python -m tests.conformance` says what "
+                    "differs)"
                     f" in the repository, or `pip install {name}=={SUPPORTED}.0`"
                 )
             return found + suffix

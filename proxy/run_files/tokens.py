@@ -1,4 +1,4 @@
-"""The trained tokens of each step as columns on disk, which the page shows (docs/view.md).
+"""The trained tokens of each step as columns on disk, which the page shows (docs/publishing.md).
 
     tokens/step-000012/trials.json      {"trials": ["sum-1-x", …], "starts": [0, 512, …, N]}
                        turns.npy        [N] int32, index of the token's turn in its session

@@ -1,6 +1,6 @@
 """Hostile requests at every route of every server: proxy, relay, swarm and harbor-server.
 
-    make fuzz-http REQUESTS=100000 SEED=7 PLANES="relay swarm"
+    python -m tests.attacks.fuzz_http --requests 100000 --seed 7 --planes relay swarm
 
 SIGINT (Ctrl-C) ends it early, with its report.
 
@@ -202,7 +202,7 @@ async def _main(planes: Sequence[str], requests: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.attacks.fuzz_http", description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="in total, of all planes")
     parser.add_argument("--planes", nargs="+", choices=list(PLANES), default=list(PLANES))
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))

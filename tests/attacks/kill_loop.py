@@ -1,6 +1,6 @@
 """Agents make calls while proxy, workers, engine and PostgreSQL are killed repeatedly.
 
-    make kill-loop KILLS=1000 SEED=7
+    python -m tests.attacks.kill_loop --kills 1000 --seed 7
 
 SIGINT (Ctrl-C) ends the killing early; the agents finish their turns, and the record is examined.
 What must hold: every answer that an agent got is in the record, once, in its order; no turn stays
@@ -375,7 +375,7 @@ async def _until_interrupted(folder: Path, given: argparse.Namespace) -> Report:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.attacks.kill_loop", description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))

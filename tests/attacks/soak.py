@@ -1,6 +1,6 @@
 """Whether the proxy's memory comes back after bursts of sessions and of large requests.
 
-    make soak MINUTES=20
+    python -m tests.attacks.soak --minutes 20
 
 Each burst creates sessions, makes calls in them, completes and deletes them, and sends bodies of
 many megabytes in between. After each burst the proxy rests, and its resident memory is measured.
@@ -173,7 +173,7 @@ async def main(minutes: float, plot: Path) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.attacks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--plot", type=Path, default=Path(".cache/soak.svg"))
     given = parser.parse_args()

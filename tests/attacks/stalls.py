@@ -252,6 +252,6 @@ async def main(only: str) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.attacks.stalls", description=__doc__)
     parser.add_argument("--only", default="", help="part of a request's name")
     sys.exit(asyncio.run(main(parser.parse_args().only)))

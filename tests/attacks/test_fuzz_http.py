@@ -1,4 +1,4 @@
-"""Short fuzz runs of every server; `make fuzz-http` runs longer ones."""
+"""Short fuzz runs of every server; `python -m tests.attacks.fuzz_http` runs longer ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short kill loops; a long one is `make kill-loop KILLS=1000`."""
+"""Short kill loops; a long one is `python -m tests.attacks.kill_loop --kills 1000`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make bench-gpu` with stand-ins for its parts: order, rows of failures, going on, the page."""
+"""`benchmarks.gpu` with stand-ins for its parts: order, rows of failures, going on, the page."""
 
 from __future__ import annotations
 

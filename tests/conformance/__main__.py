@@ -1,4 +1,4 @@
-"""`make conformance`: what our code uses of other packages, against the official wheels.
+"""What our code uses of other packages, against the official wheels.
 
 Writes docs/notes/conformance.md. Exit code 1 if the pinned versions lack something.
 """
@@ -17,7 +17,7 @@ CACHE = ROOT / ".cache/conformance"
 PAGE = ROOT / "docs/notes/conformance.md"
 HEAD = """# What newer versions of other packages will break
 
-`make conformance` writes this page. It reads the Python files of the official wheels, without
+`python -m tests.conformance` writes this page. It reads the Python files of the wheels, without
 installing them, and compares names, signatures, base classes and what stands in for them, flags,
 routes and environment variables with what our code uses. Code that is compiled, or makes its names
 as it runs, cannot be compared. `tests/test_conformance.py` refuses a pinned version that lacks

@@ -37,8 +37,13 @@ TAIL_BYTES = 1 << 20
 
 
 def pinned() -> dict[str, str]:
-    """The versions that this project installs: of its images, or of the Makefile's tools."""
-    sources = ("docker/trainer-cuda.lock", "docker/harbor.lock", "pyproject.toml", "Makefile")
+    """The versions that this project installs: of its images, or of `benchmarks.install`."""
+    sources = (
+        "docker/trainer-cuda.lock",
+        "docker/harbor.lock",
+        "pyproject.toml",
+        "benchmarks/install.py",
+    )
     texts = [(ROOT / name).read_text("utf-8") for name in sources]
     found = {}
     for package in PACKAGES:

@@ -1,4 +1,5 @@
-"""Runs Helm 4 by its Python bindings (`make helm`, Python 3.12). Imports nothing of this project.
+"""Runs Helm 4 by its Python bindings (`benchmarks.install helm`, Python 3.12). Imports nothing of
+this project.
 
     python helm.py lint CHART                prints the messages as JSON
     python helm.py install CHART VALUES      installs a release; both are files, VALUES is JSON

@@ -45,7 +45,7 @@ OPERATORS = {
 }
 """Kind → its operator's resources, made from its definitions: a validator and types of each."""
 _MISSING = [path for path in (KUSTOMIZE, *OPERATORS.values()) if not path.exists()]
-needs_tools = needs(f"no {_MISSING[0]}: make tools" if _MISSING else None)
+needs_tools = needs(f"no {_MISSING[0]}: python -m benchmarks.install tools" if _MISSING else None)
 Resource = dict[str, Any]
 
 
@@ -67,7 +67,7 @@ class Program:
 
 @cache
 def render(overlay: str) -> list[Resource]:
-    """The overlay's resources, as the real kustomize (`make tools`) builds them."""
+    """The overlay's resources, as the real kustomize (`benchmarks.install tools`) builds them."""
     build = [str(KUSTOMIZE), "build", str(ROOT / "k8s/overlays" / overlay)]
     output = subprocess.run(build, check=True, capture_output=True, text=True).stdout
     return [resource for resource in yaml.load_all(output, yaml.CSafeLoader) if resource]

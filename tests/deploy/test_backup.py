@@ -1,6 +1,6 @@
 """A store is copied while its proxy serves calls, and another proxy continues from the copy.
 
-The commands are those of docs/deployment.md.
+The commands are those of docs/operations.md.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Backup = Callable[[], str]
 
 
 def documented(words: str) -> str:
-    """The block of commands of docs/deployment.md that contains these words."""
-    text = (ROOT / "docs/deployment.md").read_text()
+    """The block of commands of docs/operations.md that contains these words."""
+    text = (ROOT / "docs/operations.md").read_text()
     (found,) = [b for b in re.findall(r"```bash[^\n]*\n(.*?)```", text, re.S) if words in b]
     return str(found)
 

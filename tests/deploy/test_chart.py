@@ -23,7 +23,11 @@ from tests.needs import needs
 
 PYTHON = ROOT / ".cache/helm/bin/python"
 HELM = Path(__file__).with_name("helm.py")
-needs_helm = needs(None if PYTHON.exists() else f"no {PYTHON}: make helm (needs Python 3.12)")
+needs_helm = needs(
+    None
+    if PYTHON.exists()
+    else f"no {PYTHON}: python -m benchmarks.install helm (needs Python 3.12)"
+)
 
 
 async def helm(*arguments: str) -> Any:
@@ -64,7 +68,9 @@ def without_marks_of_helm(resource: Resource) -> Resource:
 @needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_objects_of_the_chart_are_those_of_the_overlay(overlay: str) -> None:
-    assert (CHART / f"objects/{overlay}.yaml").read_text() == chart_objects(overlay), "make chart"
+    assert (CHART / f"objects/{overlay}.yaml").read_text() == chart_objects(overlay), (
+        "python -m tests.deploy.write_chart"
+    )
 
 
 def test_version_of_the_chart_is_the_one_of_the_images() -> None:

@@ -214,7 +214,7 @@ async def test_run_of_the_overlay_trains_the_engine_of_the_worker(
 @pytest.mark.long
 @needs(NO_GCS)
 def test_key_of_a_service_account_in_the_secret_is_what_gs_uses(tmp_path: Path) -> None:
-    """As docs/deployment.md describes it; no token is asked for."""
+    """As docs/kubernetes.md describes it; no token is asked for."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import rsa
 

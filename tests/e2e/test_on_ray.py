@@ -1,6 +1,6 @@
 """`agentic-train` on its own Ray cluster: two real vLLMs and two ranks of the trainer.
 
-It takes three minutes of processor time (`make ray`). After each update every engine scores a
+It takes three minutes of processor time. After each update every engine scores a
 probe, and the run fails if an engine disagrees with the trainer (`engine.verify`). A run that
 succeeds has therefore had exact weights everywhere, also in the vLLM that replaced the killed one.
 """

@@ -1,6 +1,6 @@
 """An environment on a real OpenEnv server, with actions of a model behind a real proxy.
 
-`make openenv` installs OpenEnv for `make test-long`, in an environment of its own.
+`benchmarks.install openenv` installs OpenEnv for `make test-long`, in an environment of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".cache/openenv/bin/python"
 pytestmark = [
     pytest.mark.long,
-    needs(None if PYTHON.exists() else "run make openenv"),
+    needs(None if PYTHON.exists() else "run python -m benchmarks.install openenv"),
 ]
 
 

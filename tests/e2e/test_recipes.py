@@ -19,7 +19,7 @@ AGENTS = ROOT / ".agents/.ready"
 pytestmark = [
     *needs_harbor,
     needs(None if AGENTS.exists() else "no .agents: make agents"),
-    needs(None if MADE.exists() else "no tiny models: make recipes"),
+    needs(None if MADE.exists() else "no tiny models: python -m benchmarks.install recipes"),
     pytest.mark.long,
     pytest.mark.engine,
     pytest.mark.agents,

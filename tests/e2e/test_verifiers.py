@@ -1,7 +1,7 @@
 """Environments of the real package `verifiers` as tasks and rewards, through a real proxy.
 
-`make verifiers` installs it for `make test-long`, in an environment of its own: it needs an older
-openai than the one here.
+`benchmarks.install verifiers` installs it for `make test-long`, in an environment of its own: it
+needs an older openai than the one here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".cache/verifiers/bin/python"
 pytestmark = [
     pytest.mark.long,
-    needs(None if PYTHON.exists() else "run make verifiers"),
+    needs(None if PYTHON.exists() else "run python -m benchmarks.install verifiers"),
 ]
 
 

@@ -15,7 +15,11 @@ from tests.pages import ROOT
 
 pytestmark = [
     pytest.mark.long,
-    needs(None if importlib.util.find_spec("verl") else "verl is not installed: make reference"),
+    needs(
+        None
+        if importlib.util.find_spec("verl")
+        else "verl is not installed: python -m benchmarks.install reference"
+    ),
 ]
 
 STEPS = 3

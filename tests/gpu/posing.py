@@ -1,7 +1,7 @@
 """Makes vLLM take this machine for one with an H200, as far as it decides in Python.
 
-Runs in the environment of `make gpu-environment`, with the stand-ins of the driver (`driver.py`) on
-LD_LIBRARY_PATH. NVML then reports the card, and vLLM's platform, arguments, configurations and
+Runs in the environment of `benchmarks.install gpu`, with the stand-ins of the driver (`driver.py`)
+on LD_LIBRARY_PATH. NVML then reports the card, and vLLM's platform, arguments, configurations and
 classes of models take their CUDA branches. What asks the card itself is answered here.
 """
 

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.slow
 def asked(program: str, folder: Path) -> dict[str, Any]:
     """What a program of this folder has found in the environment for GPUs."""
     if not (ENVIRONMENT / ".ready").is_file():
-        skip_or_fail("no environment for GPUs; run make gpu-environment")
+        skip_or_fail("no environment for GPUs; run python -m benchmarks.install gpu")
     out = folder / f"{program}.json"
     unset = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "TRITON_F32_DEFAULT", "VLLM_TARGET_DEVICE"}
     inherited = {name: value for name, value in os.environ.items() if name not in unset}

@@ -1,4 +1,4 @@
-"""What a run does at this moment: `now.json`, which the page shows in **Now** (docs/view.md).
+"""What a run does at this moment: `now.json`, which the page shows in **Now** (docs/publishing.md).
 
     {"step": 3, "phase": "sampling", "started_at": 1780000000.1, "trials": 32, "ended": 17, …}
 

@@ -1,4 +1,4 @@
-"""What the trainer did when: one line of `phases.jsonl` per phase (docs/view.md).
+"""What the trainer did when: one line of `phases.jsonl` per phase (docs/publishing.md).
 
     {"step": 3, "phase": "training", "started_at": 1780000000.1, "seconds": 2.5}
 

@@ -261,7 +261,7 @@ class _Source:
     """The weights of an update as vLLM's `WeightSource`."""
 
     CONFORMS_TO: ClassVar[str] = "vllm.distributed.weight_transfer.base.WeightSource"
-    """`make conformance` compares the methods; importing it takes seconds."""
+    """`python -m tests.conformance` compares the methods; importing it takes seconds."""
 
     def __init__(self) -> None:
         self.named: Iterable[Named] = ()

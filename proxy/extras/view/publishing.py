@@ -1,6 +1,6 @@
 """What a trainer sends to publish a run; `/openapi.json` has the schemas.
 
-The same values are in the run's files, which docs/view.md describes.
+The same values are in the run's files, which docs/publishing.md describes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepMetrics(TypedDict):
     time: NotRequired[Number]
     """Unix seconds; default: now."""
     metrics: Annotated[dict[Name, Number | None], Field(max_length=1_000)]
-    """By name; docs/view.md has the names that the page knows, and it shows all others, too."""
+    """By name; docs/publishing.md has those that the page knows, and it shows all others, too."""
 
 
 @with_config(CLOSED)

@@ -1,4 +1,4 @@
-"""A training run as its folder shows it; the files are described in docs/view.md.
+"""A training run as its folder shows it; the files are described in docs/publishing.md.
 
 Invariant: only reads, and only what a request asks for. A file that is missing is empty; the folder
 may be that of a run that is still going on, or of another trainer that writes the same files.

@@ -1,6 +1,6 @@
 """What the trainer knows of the tokens of a run: advantages, probabilities, entropies, mask.
 
-The files are described in docs/view.md. They are mapped into memory, so that a request reads the
+docs/publishing.md describes the files. They are mapped into memory, so that a request reads the
 rows of one trial.
 """
 

@@ -23,7 +23,11 @@ from tests.needs import needs
 from tests.proxy.conftest import ADMIN_KEY, StartProxy, rendering, start_proxy
 
 __all__ = ["rendering", "start_proxy"]
-NO_TRL = None if importlib.util.find_spec("trl") else "TRL is not installed: make reference"
+NO_TRL = (
+    None
+    if importlib.util.find_spec("trl")
+    else "TRL is not installed: python -m benchmarks.install reference"
+)
 AGENT = """
 import json, os, urllib.request
 messages = [{"role": "user", "content": os.environ["TASK_PROMPT"]}]

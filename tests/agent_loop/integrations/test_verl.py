@@ -23,7 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # verl's own
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     if importlib.util.find_spec("verl") is None:
-        skip_or_fail("verl is not installed: make reference", at_import=True)
+        skip_or_fail(
+            "verl is not installed: python -m benchmarks.install reference", at_import=True
+        )
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
     from verl.experimental.agent_loop import AgentLoopWorker

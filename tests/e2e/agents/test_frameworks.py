@@ -1,7 +1,7 @@
 """Agents on the frameworks and command lines that people use, unmodified, in a hard conversation.
 
 Each makes two calls at once, with numbers, emoji and combining characters in their arguments, reads
-a long output, and gets an answer that is cut at `max_tokens`. docs/proxy.md has the results as a
+a long output, and gets an answer that is cut at `max_tokens`. docs/agents.md has the results as a
 table. `make agents` installs them all.
 """
 

@@ -1,4 +1,4 @@
-"""`make fuzz`: coverage-guided bytes from libFuzzer through every dialect's parser.
+"""Coverage-guided bytes from libFuzzer through every dialect's parser.
 
 For any bytes the parser returns a call that has keys, or refuses with the dialect's own 400.
 """

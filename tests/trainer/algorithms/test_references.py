@@ -32,7 +32,11 @@ from trainer.algorithms.policy_losses import Cispo, Gspo, Loss, Ppo, Reinforce, 
 from trainer.algorithms.value_losses import CriticConfig
 
 MISSING = [name for name in ("trl", "verl") if importlib.util.find_spec(name) is None]
-pytestmark = needs(f"not installed: {' and '.join(MISSING)}; make reference" if MISSING else None)
+pytestmark = needs(
+    f"not installed: {' and '.join(MISSING)}; python -m benchmarks.install reference"
+    if MISSING
+    else None
+)
 SEEDS = range(5)
 STUBS = ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
 

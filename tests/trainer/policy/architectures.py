@@ -1,7 +1,7 @@
 """The architectures of docs/models.md: tiny random models of each published class.
 
-`make models` computes every one packed, as a tree, and by its own code path by path, and writes the
-table. The tests compute the same rows.
+`tests.trainer.policy.table` computes every one packed, as a tree, and by its own code path by path,
+and writes the table. The tests compute the same rows.
 """
 
 from __future__ import annotations

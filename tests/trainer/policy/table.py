@@ -1,4 +1,4 @@
-"""Computes the tables of docs/models.md: `make models`."""
+"""Computes the tables of docs/models.md: `python -m tests.trainer.policy.table`."""
 
 from __future__ import annotations
 

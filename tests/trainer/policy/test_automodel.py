@@ -35,7 +35,9 @@ from trainer.policy.trainable import TrainablePolicy
 from trainer.weight_sync.probe import probe_batch
 
 pytestmark = needs(
-    None if importlib.util.find_spec("nemo_automodel") else "nemo-automodel: make reference"
+    None
+    if importlib.util.find_spec("nemo_automodel")
+    else "nemo-automodel: python -m benchmarks.install reference"
 )
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest element of a tensor."""

@@ -14,7 +14,10 @@ from tests.needs import needs
 
 ROOT = Path(__file__).parents[3]
 FLA = ROOT / ".cache/fla"
-pytestmark = [pytest.mark.long, needs(None if (FLA / ".ready").exists() else "run make fla")]
+pytestmark = [
+    pytest.mark.long,
+    needs(None if (FLA / ".ready").exists() else "run python -m benchmarks.install fla"),
+]
 
 
 def test_fla_on_a_tree_is_the_trainers_rule_and_needs_the_expected_memory() -> None:

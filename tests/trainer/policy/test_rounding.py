@@ -22,7 +22,7 @@ MEASURED = {
     "gpt_oss": (6.8e-2, 0.16),
 }
 """Class → mean |Δ log p| of right implementations in bfloat16: a random model's, and the probe's
-(docs/models.md, docs/results.md)."""
+(docs/models.md, docs/notes/results.md)."""
 
 
 def written(kind: str, folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """Takes a picture of each view of a run: python -m tests.trainer.view.screenshots RUN FOLDER
 
-The pictures of docs/view.md: `make screenshots`. RUN is the folder of a run of the quickstart; its
+The pictures of docs/view.md. RUN is the folder of a run of the quickstart; its
 report is written again.
 """
 

@@ -35,7 +35,7 @@ async def test_every_view_of_a_run_is_accessible_and_fits_a_phone(
     start_proxy: StartProxy, checkpoint: Path, tmp_path: Path, tab: Tab
 ) -> None:
     if not AXE.is_file():
-        skip_or_fail("axe-core is not installed: make tools")
+        skip_or_fail("axe-core is not installed: python -m benchmarks.install tools")
     proxy, run = await training(start_proxy, begin(tmp_path / "run", checkpoint))
     await whole(run)
     write_log(run.folder.path, "lamps-4", "done")

@@ -5,7 +5,7 @@ compute a micro-batch together get the same part of a batch and return the same 
 gradient is the sum over groups (FSDP2 computes the mean, so losses are multiplied by their number).
 
 The engine is NeMo Automodel (`divided_model.py`), the schedule of the pipeline torch's own
-(`pipeline.py`). docs/scale.md says why, and what is not supported.
+(`pipeline.py`). docs/notes/scale.md says why, and what is not supported.
 
 Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch.
 """

@@ -24,7 +24,7 @@ class RelayWorkersConfig(Section):
 
     command: tuple[str, ...] = ()
     """The program that starts a worker, and its arguments: `ssh`, `kubectl exec -i` or `srun`
-    followed by `agentic-train relay-worker` (docs/deployment.md). In each argument, `{number}` is
+    followed by `agentic-train relay-worker` (docs/relay.md). In each argument, `{number}` is
     the worker's number in this entry. Empty: a process on this machine; with `cluster.backend: ray`
     an actor, on any node with what the entry reserves."""
     count: int = Field(1, ge=1)

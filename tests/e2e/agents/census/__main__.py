@@ -1,4 +1,4 @@
-"""`make agents-census`: every agent with every family, and the table of docs/agents.md.
+"""Every agent with every family, and the table of docs/agents.md.
 
     python -m tests.e2e.agents.census --agents codex pi --families qwen3.5
 
@@ -72,7 +72,7 @@ async def census(names: Sequence[str], families: Sequence[str], out: Path, again
 
 def main() -> None:
     known = list(agents(AGENTS))
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.agents.census", description=__doc__)
     parser.add_argument("--agents", nargs="+", choices=known, default=known)
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--out", type=Path, default=CACHE / "results")

@@ -5,7 +5,7 @@
 The scripted policy writes, edits and reads files, looks at pictures, runs commands with long
 outputs, delegates to sub-agents, and has its history compacted; the engine dies once in the middle
 of an answer. A real agent makes about one call a minute, so that a day has 120 calls or more. The
-figures are those of docs/performance.md.
+figures are those of docs/notes/performance.md.
 """
 
 from __future__ import annotations
@@ -184,7 +184,9 @@ def measure(
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.e2e.agents.census.day", description=__doc__
+    )
     parser.add_argument("agents", nargs="+", choices=("claude_code", "codex"))
     parser.add_argument("--family", default="qwen3.5", choices=list(FAMILIES))
     given = parser.parse_args()

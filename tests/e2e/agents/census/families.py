@@ -113,7 +113,7 @@ def write_family(family: Family, folder: Path, packages: Path | None) -> Path:
     else:
         _save(qwen_tokenizer(packages / "dashscope/resources/qwen.tiktoken"), family, folder)
     found = importlib.util.find_spec("trl")
-    assert found is not None, "trl is not installed: make reference"
+    assert found is not None, "trl is not installed: python -m benchmarks.install reference"
     templates = Path(found.submodule_search_locations[0]) / "chat_templates"  # type: ignore[index]
     (folder / "chat_template.jinja").write_text((templates / family.template).read_text())
     return folder

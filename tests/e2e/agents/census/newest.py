@@ -1,4 +1,4 @@
-"""`make agents-newest`: the newest versions of the agents, and what is new in them.
+"""The newest versions of the agents, and what is new in them.
 
 Installs them into `.cache/agents-newest`, runs the census with one family, and compares it with the
 results of the pinned versions in `.cache/census/results`: versions, tools that came or went, and
@@ -111,7 +111,9 @@ INSTALLED = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.e2e.agents.census.newest", description=__doc__
+    )
     parser.add_argument("--agents", nargs="+", choices=INSTALLED, default=INSTALLED)
     parser.add_argument("--family", choices=list(FAMILIES), default="qwen3.5")
     given = parser.parse_args()

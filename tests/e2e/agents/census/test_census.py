@@ -1,5 +1,5 @@
 """Every tool of every agent, in each family's format: no needless fork, no refused request, no
-changed argument. `make agents-census` has the same as a table, for all families."""
+changed argument. `python -m tests.e2e.agents.census` has the same as a table, for all families."""
 
 from __future__ import annotations
 

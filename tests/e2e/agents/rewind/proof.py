@@ -1,4 +1,4 @@
-"""`make rewind-proof`: varied trials of real agents, each run again to each of its turns.
+"""Varied trials of real agents, each run again to each of its turns.
 
 Every run is a line of `measured/AGENT.jsonl` (`--out`), which is committed, so that a measurement
 goes on with the runs that it lacks, on any machine. A line has what differs from GOOD. To measure
@@ -306,7 +306,9 @@ async def prove(given: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.e2e.agents.rewind.proof", description=__doc__
+    )
     parser.add_argument("--agents", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--turns", type=int, nargs="+", help="default: each turn of each trial")

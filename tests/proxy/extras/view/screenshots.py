@@ -1,6 +1,6 @@
 """Takes a picture of each view: python -m tests.proxy.extras.view.screenshots FOLDER
 
-The pictures of docs/view.md: `make screenshots`.
+The pictures of docs/view.md, for FOLDER = docs/images.
 """
 
 from __future__ import annotations

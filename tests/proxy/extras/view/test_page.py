@@ -23,7 +23,7 @@ NO_OVERFLOW = "document.documentElement.scrollWidth <= innerWidth"
 
 async def test_every_view_is_accessible_and_fits_a_phone(proxy: RunningProxy, tab: Tab) -> None:
     if not AXE.is_file():
-        skip_or_fail("axe-core is not installed: make tools")
+        skip_or_fail("axe-core is not installed: python -m benchmarks.install tools")
     await record(proxy)
     await enter(tab, proxy)
     await tab.call("Page.setBypassCSP", enabled=True)  # for axe, which the page would not run

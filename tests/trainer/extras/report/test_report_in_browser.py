@@ -42,7 +42,7 @@ async def run(start_proxy: StartProxy, checkpoint: Path, tmp_path: Path) -> Reco
 
 async def test_report_is_accessible_and_fits_a_phone(run: RecordedTraining, tab: Tab) -> None:
     if not AXE.is_file():
-        skip_or_fail("axe-core is not installed: make tools")
+        skip_or_fail("axe-core is not installed: python -m benchmarks.install tools")
     await tab.call("Page.setBypassCSP", enabled=True)  # for axe, which the report would not run
     await show_report(tab, run)
     await tab.evaluate(AXE.read_text() + "; undefined")

@@ -30,7 +30,11 @@ from trainer.policy.policy import Policy
 LR = 0.1
 STEP = OptimizerConfig(lr=LR, eps=1.0, max_grad_norm=1e9)
 """With this `eps`, Adam's step is almost proportional to the gradient."""
-MISSING = None if importlib.util.find_spec("trl") else "trl is not installed: make reference"
+MISSING = (
+    None
+    if importlib.util.find_spec("trl")
+    else "trl is not installed: python -m benchmarks.install reference"
+)
 
 
 @pytest.fixture(scope="module")
