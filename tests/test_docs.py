@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
+import subprocess
 import tomllib
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +17,8 @@ import yaml
 
 from proxy.config import ProxyConfig
 from proxy.extras.relay.worker import WorkerConfig
-from tests.pages import PAGES, ROOT, Block, all_blocks
+from tests.docs_words import users_pages
+from tests.pages import PAGES, ROOT, Block, all_blocks, name_of
 from trainer.algorithms.advantages import Grpo
 from trainer.config import TrainerConfig
 
@@ -40,7 +43,7 @@ REQUIRED = {
 
 
 class Median(Grpo):
-    """The advantage that docs/contributing.md names."""
+    """The advantage that docs/notes/adding_a_part.md names."""
 
     name: str = "median"  # type: ignore[assignment]
     floor: float = 0.0
@@ -73,6 +76,8 @@ def test_commands_and_their_flags_exist(block: Block) -> None:
             own = takewhile(lambda word: word != "--", rest)  # an agent's command may follow
             flags = {word.partition("=")[0] for word in own if word.startswith("--")}
             assert flags <= known_flags(name), flags - known_flags(name)
+        elif command == "python" and rest[0] == "-m":
+            assert importlib.util.find_spec(rest[1]), rest[1]
         elif command.startswith("examples/"):
             assert (ROOT / command).exists(), command
 
@@ -103,6 +108,39 @@ def test_python_compiles_and_imports_what_exists(block: Block) -> None:
 @pytest.mark.parametrize("block", all_blocks("toml"), ids=str)
 def test_toml_is_valid(block: Block) -> None:
     assert tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize("page", users_pages(), ids=name_of)
+def test_users_page_names_no_commit(page: Path) -> None:
+    """What was measured at which commit is a note."""
+    text = page.read_text("utf-8")
+    hashes = re.findall(r"`[0-9a-f]{7,40}`", text)
+    assert not hashes
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.py", "*.yaml", "*.sh", "*.toml", "*.md", "Makefile"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    files = [ROOT / name for name in tracked if not name.startswith(("docs/", "CHANGELOG"))]
+    named = {
+        (file.name, page)
+        for file in files
+        if file.exists()
+        for page in re.findall(r"docs/[a-z_/-]+\.md", file.read_text("utf-8"))
+    }
+    assert named
+    assert not {(file, page) for file, page in named if not (ROOT / page).exists()}
+
+
+def test_readme_links_every_users_page() -> None:
+    linked = set(re.findall(r"\]\((docs/[^)#]+\.md)", (ROOT / "README.md").read_text("utf-8")))
+    pages = {name_of(page) for page in users_pages()} - {"README.md", "docs/index.md"}
+    assert pages <= linked, pages - linked
 
 
 def test_files_that_the_pages_name_exist() -> None:

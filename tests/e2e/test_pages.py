@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.install import installs as known_installs
 from proxy.machine.port import free_port
 from tests.e2e.reader import Reader, prints
 from tests.pages import LANGUAGES, NEEDS, PAGES, ROOT, Block, blocks_of, name_of
@@ -35,7 +36,6 @@ LONG = {
     "docs/low_level.md",
     "docs/own-parts.md",
     "docs/proxy.md",
-    "docs/results.md",
     "docs/sft.md",
     "docs/swarm.md",
     "docs/tutorials/ray.md",
@@ -55,6 +55,8 @@ def test_blocks_of_a_page_work_and_print_what_the_page_says(name: str, tmp_path:
     blocks = list(blocks_of(ROOT / name))
     for target in sorted(made_by(blocks)):
         assert not installs(target), f"the page runs `make {target}`, which installs: run it before"
+    for install in sorted(words_after("python -m benchmarks.install", blocks)):
+        assert known_installs()[install].is_ready(), f"run python -m benchmarks.install {install}"
     reader = reader_of(name, tmp_path)
     try:
         reader.read(blocks)
@@ -64,8 +66,14 @@ def test_blocks_of_a_page_work_and_print_what_the_page_says(name: str, tmp_path:
 
 def made_by(blocks: list[Block]) -> set[str]:
     """The targets of `make` that the blocks run."""
+    return words_after("make", blocks)
+
+
+def words_after(command: str, blocks: list[Block]) -> set[str]:
+    """The first words behind this command in the blocks that run."""
     shells = [block for block in blocks if block.language == "bash" and not block.needs]
-    return {found for block in shells for found in re.findall(r"^make ([a-z-]+)", block.text, re.M)}
+    pattern = re.compile(rf"^{re.escape(command)} ([a-z-]+)", re.M)
+    return {found for block in shells for found in pattern.findall(block.text)}
 
 
 def installs(target: str) -> bool:
