@@ -205,6 +205,10 @@ class Stepper:
         self.max_grad_norm = config.max_grad_norm
         self.optimizer = _build_optimizer(model, config)
         self.schedule = _build_schedule(self.optimizer, config, total_steps)
+        if any(weight.is_cuda for weight in model.parameters()):
+            # At the first step, they would lie in memory that the passes have freed, none of which
+            # could then be given back to an engine on the same GPU.
+            self._make_moments()
 
     def step(self) -> dict[str, float]:
         """Clips the gradient, updates the weights, clears the gradient.
@@ -219,6 +223,8 @@ class Stepper:
         self.optimizer.step()
         self.schedule.step()
         self.clear()
+        # Reading the norm waits for the step, so that weights and moments are complete for what
+        # reads them next: other streams, and the host.
         return {"grad_norm": float(norm), "lr": float(lr)}
 
     def clear(self) -> None:
