@@ -27,7 +27,8 @@ from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.token_loss import LossFunction, TokenLoss
 from trainer.batch import Batch
 from trainer.cluster.device_plan import RESERVED_SHARE
-from trainer.models import FreeCache, Models
+from trainer.extras.relay.published_weights import Publisher, described
+from trainer.learning.models import FreeCache, Models
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import Layout, MicroBatch
 from trainer.policy import attention, mask
@@ -38,7 +39,6 @@ from trainer.policy.policy import Policy
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.weight_sync import segment
 from trainer.weight_sync.control import EngineControl
-from trainer.weight_sync.publisher import Publisher, described
 from trainer.weight_sync.segment import SegmentReader, SegmentWriter
 from trainer.weight_sync.transports import VllmTransport
 
