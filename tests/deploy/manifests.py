@@ -18,18 +18,16 @@ ROOT = Path(__file__).parents[2]
 NAMESPACES = {
     "single": "agentic",
     "postgres": "agentic",
-    "postgres_ha": "agentic",
-    "relay_proxy": "agentic",
-    "relay": "agentic-workers",
+    "relay/proxy": "agentic",
+    "relay/workers": "agentic-workers",
+    "relay/train": "agentic-training",
     "train": "agentic-training",
-    "train_engines": "agentic-training",
     "train_ray": "agentic-training",
-    "train_relay": "agentic-training",
-    "swarm": "agentic-training",
 }
 """Overlay → its namespace."""
 OVERLAYS = tuple(NAMESPACES)
-CHART = ROOT / "k8s/chart"
+HELM_SOURCE = ROOT / "k8s/helm"
+"""The hand-written part of the chart."""
 NOT_RESOURCES = frozenset(
     {"kustomization.yaml", "store.yaml", "trainer.yaml", "agentic_trainer.yaml", "ray_images.yaml"}
 )
@@ -41,7 +39,6 @@ KUSTOMIZE = TOOLS / ".bin/kustomize"
 MODELS = TOOLS / "@kubernetes-models"
 OPERATORS = {
     "ServiceMonitor": MODELS / "prometheus-operator/monitoring.coreos.com/v1",
-    "Cluster": MODELS / "cloudnative-pg/postgresql.cnpg.io/v1",
 }
 """Kind → its operator's resources, made from its definitions: a validator and types of each."""
 _MISSING = [path for path in (KUSTOMIZE, *OPERATORS.values()) if not path.exists()]
@@ -76,7 +73,7 @@ def render(overlay: str) -> list[Resource]:
 def source_resources() -> Iterator[tuple[Path, Resource]]:
     """Every complete resource in the files."""
     for path in sorted((ROOT / "k8s").rglob("*.yaml")):
-        if path.name in NOT_RESOURCES or CHART in path.parents:
+        if path.name in NOT_RESOURCES or HELM_SOURCE in path.parents:
             continue
         for resource in yaml.safe_load_all(path.read_text()):
             yield path, resource

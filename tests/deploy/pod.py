@@ -47,7 +47,7 @@ class Site:
 
 class Pod:
     """Example:
-    async with running_pod("relay", "Deployment/agentic-worker", "m0", site, folder) as pod:
+    async with running_pod("relay/workers", "Deployment/agentic-worker", "m0", site, folder) as pod:
         print(pod.log("worker").read_text())
     """
 

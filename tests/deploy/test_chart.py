@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from tests.deploy.api_server import api_server
-from tests.deploy.manifests import CHART, OVERLAYS, ROOT, Resource, needs_tools, pod_specs, render
+from tests.deploy.manifests import OVERLAYS, ROOT, Resource, needs_tools, pod_specs, render
 from tests.deploy.test_kubernetes import check
-from tests.deploy.write_chart import chart_objects
+from tests.deploy.write_chart import write_chart
 from tests.needs import needs
 
 PYTHON = ROOT / ".cache/helm/bin/python"
@@ -39,7 +39,17 @@ async def helm(*arguments: str) -> Any:
     return orjson.loads(output)
 
 
-async def installed(folder: Path, values: dict[str, Any]) -> dict[tuple[str, str], Resource]:
+@pytest.fixture(scope="module")
+def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make dist` writes it."""
+    folder = tmp_path_factory.mktemp("helm") / "chart"
+    write_chart(folder)
+    return folder
+
+
+async def installed(
+    chart: Path, folder: Path, values: dict[str, Any]
+) -> dict[tuple[str, str], Resource]:
     """What Helm creates with these values, by kind and name.
 
     Raises:
@@ -48,7 +58,7 @@ async def installed(folder: Path, values: dict[str, Any]) -> dict[tuple[str, str
     async with api_server() as server:
         file = folder / "values.json"
         file.write_bytes(orjson.dumps({"values": values, "kubeconfig": server.kubeconfig}))
-        result = await helm("install", str(CHART), str(file))
+        result = await helm("install", str(chart), str(file))
     if "error" in result:
         raise ValueError(result["error"])
     assert result == {"status": "deployed"}
@@ -66,22 +76,16 @@ def without_marks_of_helm(resource: Resource) -> Resource:
 
 
 @needs_tools
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_objects_of_the_chart_are_those_of_the_overlay(overlay: str) -> None:
-    assert (CHART / f"objects/{overlay}.yaml").read_text() == chart_objects(overlay), (
-        "python -m tests.deploy.write_chart"
-    )
+def test_version_of_the_chart_is_the_one_of_the_images(chart: Path) -> None:
+    described = yaml.safe_load((chart / "Chart.yaml").read_text())
+    assert described["version"] == described["appVersion"]
+    assert f":{described['appVersion']}\n" in (chart / "objects/single.yaml").read_text()
 
 
-def test_version_of_the_chart_is_the_one_of_the_images() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["version"] == chart["appVersion"]
-    assert f":{chart['appVersion']}\n" in (CHART / "objects/single.yaml").read_text()
-
-
+@needs_tools
 @needs_helm
-async def test_helm_lint_finds_no_error_and_no_warning() -> None:
-    result = await helm("lint", str(CHART))
+async def test_helm_lint_finds_no_error_and_no_warning(chart: Path) -> None:
+    result = await helm("lint", str(chart))
     info = 1
     assert result["Errors"] is None
     assert [m for m in result["Messages"] if m["Severity"] > info] == []
@@ -90,8 +94,10 @@ async def test_helm_lint_finds_no_error_and_no_warning() -> None:
 @needs_tools
 @needs_helm
 @pytest.mark.parametrize("overlay", OVERLAYS)
-async def test_helm_installs_what_kustomize_builds(overlay: str, tmp_path: Path) -> None:
-    created = await installed(tmp_path, {"overlay": overlay})
+async def test_helm_installs_what_kustomize_builds(
+    chart: Path, overlay: str, tmp_path: Path
+) -> None:
+    created = await installed(chart, tmp_path, {"overlay": overlay})
     wanted = [each for each in render(overlay) if each["kind"] != "Namespace"]
     assert len(created) == len(wanted)
     for resource in wanted:
@@ -100,9 +106,13 @@ async def test_helm_installs_what_kustomize_builds(overlay: str, tmp_path: Path)
         assert without_marks_of_helm(found) == resource
 
 
+@needs_tools
 @needs_helm
-async def test_values_change_images_claims_host_and_configuration(tmp_path: Path) -> None:
+async def test_values_change_images_claims_host_and_configuration(
+    chart: Path, tmp_path: Path
+) -> None:
     created = await installed(
+        chart,
         tmp_path,
         {
             "overlay": "train",
@@ -126,12 +136,13 @@ async def test_values_change_images_claims_host_and_configuration(tmp_path: Path
     assert runs["accessModes"] == ["ReadWriteMany"]
 
 
+@needs_tools
 @needs_helm
-async def test_digests_replace_tags_of_images(tmp_path: Path) -> None:
+async def test_digests_replace_tags_of_images(chart: Path, tmp_path: Path) -> None:
     ours, theirs = f"sha256:{1:064x}", f"sha256:{2:064x}"
     digests = {"agentic-proxy": ours, "vllm-openai": theirs}
     images = {"registry": "r.example.org", "digests": digests}
-    created = await installed(tmp_path, {"overlay": "single", "images": images})
+    created = await installed(chart, tmp_path, {"overlay": "single", "images": images})
     assert sorted(images_of(list(created.values()))) == [
         f"docker.io/vllm/vllm-openai@{theirs}",
         f"r.example.org/agentic-proxy@{ours}",
@@ -153,14 +164,18 @@ def images_of(resources: list[Resource]) -> set[str]:
     return {each["image"] for _, spec in pod_specs(resources) for each in spec["containers"]}
 
 
+@needs_tools
 @needs_helm
-async def test_fields_of_a_container_replace_those_of_the_same_name(tmp_path: Path) -> None:
+async def test_fields_of_a_container_replace_those_of_the_same_name(
+    chart: Path, tmp_path: Path
+) -> None:
     level = {"name": "AGENTIC_PROXY_LOG_LEVEL", "value": "debug"}
     log = {"name": "AGENTIC_PROXY_LOG", "value": "text"}
     created = await installed(
+        chart,
         tmp_path,
         {
-            "overlay": "relay_proxy",
+            "overlay": "relay/proxy",
             "host": "agents.example.net",
             "containers": {"Deployment/agentic-proxy": {"proxy": {"env": [level, log]}}},
         },
@@ -174,12 +189,15 @@ async def test_fields_of_a_container_replace_those_of_the_same_name(tmp_path: Pa
     assert created["Ingress", "agentic-proxy"]["spec"]["rules"][0]["host"] == "agents.example.net"
 
 
+@needs_tools
 @needs_helm
-@pytest.mark.parametrize("overlay", ["relay", "train_relay"])
+@pytest.mark.parametrize("overlay", ["relay/workers", "relay/train"])
 async def test_workers_and_run_get_the_place_of_weights_by_one_value(
-    overlay: str, tmp_path: Path
+    chart: Path, overlay: str, tmp_path: Path
 ) -> None:
-    created = await installed(tmp_path, {"overlay": overlay, "weights": "gs://other/weights"})
+    created = await installed(
+        chart, tmp_path, {"overlay": overlay, "weights": "gs://other/weights"}
+    )
     ((worker_or_run, *_),) = [
         spec["containers"]
         for name, spec in pod_specs(list(created.values()))
@@ -190,13 +208,14 @@ async def test_workers_and_run_get_the_place_of_weights_by_one_value(
     assert "s3://bucket/weights" not in repr(created)
 
 
+@needs_tools
 @needs_helm
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"overlay": "double"}, "overlay"),
         ({"replicas": 3}, "replicas"),
-        ({"overlay": "relay", "weights": "bucket/weights"}, "weights"),
+        ({"overlay": "relay/workers", "weights": "bucket/weights"}, "weights"),
         ({"resources": {"Deployment/vllm": {}}}, "overlay single has no such resource"),
         ({"images": {"digests": {"agentic-proxy": "1"}}}, "digests"),
         (
@@ -205,12 +224,12 @@ async def test_workers_and_run_get_the_place_of_weights_by_one_value(
         ),
         ({"trainer": {"trainer": {"steps": 7}}}, "overlay single has no run to configure"),
         (
-            {"overlay": "train_engines", "trainer": {"trainer": {"ranks": 4}}},
+            {"overlay": "relay/train", "trainer": {"trainer": {"ranks": 4}}},
             "trainer.ranks has no effect, because .* has trainer.ranks=8; change the command",
         ),
         (
-            {"overlay": "train_engines", "trainer": {"engine": {"weight_transfer": "shm"}}},
-            "engine.weight_transfer has no effect",
+            {"overlay": "relay/train", "trainer": {"proxy_server": {"url": "https://other"}}},
+            "proxy_server.url has no effect",
         ),
         (
             {"overlay": "train", "containers": {"Job/agentic-train": {"trainr": {}}}},
@@ -218,6 +237,8 @@ async def test_workers_and_run_get_the_place_of_weights_by_one_value(
         ),
     ],
 )
-async def test_wrong_value_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+async def test_wrong_value_is_refused(
+    chart: Path, values: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=said):
-        await installed(tmp_path, values)
+        await installed(chart, tmp_path, values)

@@ -24,7 +24,7 @@ from tests.deploy.manifests import (
 
 API_VERSION = "1.33"
 """The oldest supported version: sidecars and their probes are stable since then."""
-CUSTOM = ("ServiceMonitor", "Cluster", "RayJob")
+CUSTOM = ("ServiceMonitor", "RayJob")
 """Of operators; the Kubernetes API's schemas do not have them."""
 AMOUNTS = ("requests", "limits")
 """Keys of a container's resources. Their types are in another package."""
@@ -95,14 +95,6 @@ def test_service_monitor_is_valid_for_the_prometheus_operator() -> None:
 
 
 @needs_tools
-def test_database_cluster_is_valid_for_cloudnative_pg() -> None:
-    (cluster,) = (each for _, each in source_resources() if each["kind"] == "Cluster")
-    assert refusal(cluster) == ""
-    for wrong in ({"instances": "three"}, {"instance": 3}, {"storage": {"size": ["1Gi"]}}):
-        assert refusal(cluster | {"spec": cluster["spec"] | wrong}), wrong
-
-
-@needs_tools
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlay_builds_to_valid_resources(overlay: str) -> None:
     resources = render(overlay)
@@ -146,9 +138,6 @@ def test_references_of_a_pod_exist(overlay: str) -> None:
 def test_selectors_match_pods(overlay: str) -> None:
     resources = render(overlay)
     labels = [template["metadata"]["labels"] for _, template in pod_templates(resources)]
-    labels += [
-        {"cnpg.io/cluster": r["metadata"]["name"]} for r in resources if r["kind"] == "Cluster"
-    ]
     for resource in resources:
         spec = resource.get("spec", {})
         selector = spec.get("selector") or spec.get("podSelector")

@@ -1,4 +1,5 @@
-"""The pods of the overlays `relay_proxy`, `relay` and `train_relay`, run as processes (`pod.py`).
+"""The pods of the overlays `relay/proxy`, `relay/workers` and `relay/train`, run as processes
+(`pod.py`).
 
 The engine gets the weights that a run publishes, with nothing but what the manifests give the pods.
 """
@@ -100,7 +101,7 @@ class Relay:
 
 @asynccontextmanager
 async def relay(model: Path, folder: Path) -> AsyncIterator[Relay]:
-    """The pod of overlay `relay_proxy`, on a machine of its own like the worker's."""
+    """The pod of overlay `relay/proxy`, on a machine of its own like the worker's."""
     skip_without_mounts()
     shutil.copytree(model, folder / "model", copy_function=shutil.copyfile)  # readable by all
     (folder / "model").chmod(0o755)
@@ -110,13 +111,13 @@ async def relay(model: Path, folder: Path) -> AsyncIterator[Relay]:
         site = Site(claims, SECRETS, edits=reached)
 
         def start(site: Site) -> AbstractAsyncContextManager[Pod]:
-            return running_pod("relay", "Deployment/agentic-worker", worker, site, folder)
+            return running_pod("relay/workers", "Deployment/agentic-worker", worker, site, folder)
 
         def start_run(site: Site) -> AbstractAsyncContextManager[Pod]:
-            return running_pod("train_relay", "Job/agentic-train", run, site, folder)
+            return running_pod("relay/train", "Job/agentic-train", run, site, folder)
 
         async with (
-            running_pod("relay_proxy", "Deployment/agentic-proxy", proxy, site, folder),
+            running_pod("relay/proxy", "Deployment/agentic-proxy", proxy, site, folder),
             ProxyClient(f"http://{address}:8000", KEYS["admin-key"]) as control,
         ):
             host = address.rpartition(".")[0] + ".1"

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from agent_loop.extras.swarm.token import TOKEN_FILE_VARIABLE
 from harbor_sdk.server.config import ServerConfig
 from proxy.engines.vllm_server import VllmConfig, VllmServer, server_environment
 from proxy.keys import FILE_VARIABLE
@@ -31,10 +28,9 @@ from tests.deploy.manifests import (
 from tests.deploy.test_kubernetes import selects
 from trainer.config import TrainerConfig
 from trainer.settings.sources import load
-from trainer.weight_sync.transports import Backend
 
 pytestmark = needs_tools
-RUNS = ("train", "train_engines", "train_ray", "train_relay", "swarm")
+RUNS = ("train", "train_ray", "relay/train")
 
 
 def trainer_of(overlay: str) -> Program:
@@ -43,7 +39,7 @@ def trainer_of(overlay: str) -> Program:
 
 
 def _is_trainer(program: Program) -> bool:
-    return program.where.rpartition("/")[2] in ("trainer", "swarm", "ray-head")
+    return program.where.rpartition("/")[2] in ("trainer", "ray-head")
 
 
 def resources(overlay: str, kind: str) -> dict[str, Resource]:
@@ -60,7 +56,6 @@ def configuration(overlay: str, tmp_path: Path) -> TrainerConfig:
     """The configuration of the overlay's run, from the ConfigMap and the command."""
     for config in resources(overlay, "ConfigMap").values():
         (tmp_path / "agentic_trainer.yaml").write_text(config["data"]["agentic_trainer.yaml"])
-    (tmp_path / "engines.yaml").write_text("engine: {urls: ['http://:key@agentic-engine-0:8001']}")
     program, *words = command(overlay)
     assert program == "agentic-train"
     joined = " ".join(words).replace("--config ", "--config=").split()
@@ -88,10 +83,10 @@ def test_configuration_is_valid_and_continues_its_run_on_the_volume(
 
 
 def _is_pod_of_trainer(template: dict[str, Any]) -> bool:
-    return template["spec"]["containers"][0]["name"] in ("trainer", "swarm", "ray-head")
+    return template["spec"]["containers"][0]["name"] in ("trainer", "ray-head")
 
 
-@pytest.mark.parametrize("overlay", ["train", "train_engines", "train_ray", "swarm"])
+@pytest.mark.parametrize("overlay", ["train", "train_ray"])
 def test_agents_reach_the_proxy_of_the_run_by_its_service(overlay: str, tmp_path: Path) -> None:
     server = configuration(overlay, tmp_path).proxy_server
     assert server.host == "0.0.0.0"
@@ -106,7 +101,7 @@ def test_agents_reach_the_proxy_of_the_run_by_its_service(overlay: str, tmp_path
     assert selects(service["spec"]["selector"], labels[0])
 
 
-@pytest.mark.parametrize("overlay", ["train", "train_engines", "train_ray", "train_relay"])
+@pytest.mark.parametrize("overlay", RUNS)
 def test_trainer_and_harbor_server_have_one_token_and_one_address(
     overlay: str, tmp_path: Path
 ) -> None:
@@ -138,18 +133,6 @@ def mounted_secrets(overlay: str) -> dict[str, tuple[str, str | None]]:
     return secrets
 
 
-def test_swarm_server_reads_its_token_from_the_mounted_secret() -> None:
-    assert trainer_of("swarm").variables[TOKEN_FILE_VARIABLE] == f"{SECRETS}/swarm/swarm-token"
-    ((_, template),) = pod_templates(render("swarm"))
-    (name,) = [
-        mount["name"]
-        for mount in template["spec"]["containers"][0]["volumeMounts"]
-        if mount["mountPath"] == f"{SECRETS}/swarm"
-    ]
-    (volume,) = [each for each in template["spec"]["volumes"] if each["name"] == name]
-    assert volume["secret"]["secretName"] == "agentic-swarm"
-
-
 @pytest.mark.parametrize("overlay", NAMESPACES)
 def test_no_mount_makes_a_folder_of_root_in_another_volume(overlay: str) -> None:
     for name, template in pod_templates(render(overlay)):
@@ -170,18 +153,11 @@ def test_ray_version_is_the_one_of_the_image(lock: str) -> None:
     assert tuple(map(int, version.split(".")[:2])) >= by_http
 
 
-@pytest.mark.parametrize(
-    ("engines", "run", "backend"),
-    [("train_engines", "train_engines", "nccl"), ("relay", "train_relay", "shm")],
-)
-def test_engines_accept_weights_as_those_that_a_run_starts(
-    engines: str, run: str, backend: Backend, tmp_path: Path
-) -> None:
-    (engine,) = [p for p in pod_programs(render(engines)) if p.where.endswith("/vllm")]
-    assert engine.image == trainer_of(run).image
-    config = configuration(run, tmp_path)
-    assert run == "train_relay" or config.engine.weight_transfer == backend
-    ours = VllmConfig(weight_transfer=backend, args=["--shutdown-timeout", "1800"])
+def test_engines_accept_weights_as_those_that_a_run_starts(tmp_path: Path) -> None:
+    (engine,) = [p for p in pod_programs(render("relay/workers")) if p.where.endswith("/vllm")]
+    assert engine.image == trainer_of("relay/train").image
+    config = configuration("relay/train", tmp_path)
+    ours = VllmConfig(weight_transfer="shm", args=["--shutdown-timeout", "1800"])
     (tmp_path / "config.json").write_text("{}")
     dtype = config.engine.served_dtype(config.model)
     server = VllmServer(ours, tmp_path, log=tmp_path / "log", dtype=dtype)
@@ -190,70 +166,38 @@ def test_engines_accept_weights_as_those_that_a_run_starts(
     wanted = [w for w in server.command(3)[begin:] if w not in of_this_machine]
     for word in ("--seed", "0", server.host, str(server.port)):
         wanted.remove(word)
-    if engines == "relay":  # only its own pod reaches it, so it has no key
-        assert "--host=127.0.0.1" in engine.command
-        at = wanted.index("proxy.engines.vllm_key.RequireKey") - 1
-        del wanted[at : at + 2]
+    assert "--host=127.0.0.1" in engine.command  # only its own pod reaches it: it has no key
+    at = wanted.index("proxy.engines.vllm_key.RequireKey") - 1
+    del wanted[at : at + 2]
     given = [word for argument in engine.command for word in argument.split("=", 1)]
     assert [word for word in wanted if word not in given] == []
     assert given[given.index("--dtype") + 1] == dtype == "bfloat16"
-    assert json.dumps({"backend": backend}) in given
+    assert json.dumps({"backend": "shm"}) in given
     environment = server_environment(ours)
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS"):
         assert engine.variables[name] == environment[name]
     assert engine.stop_s >= 1800 + 30
 
 
-def test_engine_reads_its_key_from_the_mounted_secret(tmp_path: Path) -> None:
-    (engine,) = [p for p in pod_programs(render("train_engines")) if p.where.endswith("/vllm")]
-    (tmp_path / "key").write_text("engine-key\n")
-    server = tmp_path / "vllm/entrypoints/openai/api_server.py"
-    server.parent.mkdir(parents=True)
-    for folder in (server.parent, *server.parent.parents[:2]):
-        (folder / "__init__.py").touch()
-    server.write_text(
-        "import sys; from proxy.engines.vllm_key import RequireKey\n"
-        "if __name__ == '__main__': print(RequireKey.key, sys.argv)"
-    )
-    (tmp_path / "vllm/platforms.py").write_text(
-        "class current_platform:\n    is_cpu = is_unspecified = staticmethod(lambda: False)\n"
-    )
-    shell, option, script, *arguments = engine.command
-    script = script.replace(f"{SECRETS}/engines/key", str(tmp_path / "key"))
-    script = script.replace("python3", sys.executable)
-    done = subprocess.run(
-        [shell, option, script, *arguments],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    key, _, argv = done.stdout.partition(" ")
-    assert key == "engine-key"
-    assert "--enable-scale-out" in argv
-    assert "engine-key" not in argv
-
-
 def test_run_and_workers_use_one_proxy_and_one_place_for_weights(tmp_path: Path) -> None:
-    config = configuration("train_relay", tmp_path)
-    (worker,) = [p for p in pod_programs(render("relay")) if p.where.endswith("/worker")]
-    (proxy,) = [p for p in pod_programs(render("relay_proxy")) if p.command[-1:] == ["serve"]]
+    config = configuration("relay/train", tmp_path)
+    (worker,) = [p for p in pod_programs(render("relay/workers")) if p.where.endswith("/worker")]
+    (proxy,) = [p for p in pod_programs(render("relay/proxy")) if p.command[-1:] == ["serve"]]
     assert config.engine.publish == worker.variables["AGENTIC_WORKER_WEIGHTS_URL"]
     assert config.proxy_server.url == proxy.variables["AGENTIC_PROXY_PUBLIC_URL"]
     assert config.engine.replicas == 0
     access = Path(worker.variables["FSSPEC_CONFIG_DIR"])
-    for overlay in ("relay", "train_relay"):
+    for overlay in ("relay/workers", "relay/train"):
         assert mounted_secrets(overlay)[str(access)] == ("agentic-weights", None)
-    trainer = trainer_of("train_relay")
+    trainer = trainer_of("relay/train")
     assert trainer.variables["FSSPEC_CONFIG_DIR"] == str(access)
     key = Path(trainer.variables[FILE_VARIABLE])
-    assert mounted_secrets("train_relay")[str(key.parent)] == ("agentic-proxy-key", None)
+    assert mounted_secrets("relay/train")[str(key.parent)] == ("agentic-proxy-key", None)
     assert key.name == Path(proxy.variables[FILE_VARIABLE]).name
 
 
 def test_worker_and_its_engine_have_one_folder_for_pulled_weights() -> None:
-    ((_, template),) = pod_templates(render("relay"))
+    ((_, template),) = pod_templates(render("relay/workers"))
     (engine,), (worker,) = template["spec"]["initContainers"], template["spec"]["containers"]
     folder = {v["name"]: v.get("value") for v in worker["env"]}["AGENTIC_WORKER_WEIGHTS_FOLDER"]
     shared = {"name": "weights", "mountPath": folder}
@@ -264,30 +208,14 @@ def test_worker_and_its_engine_have_one_folder_for_pulled_weights() -> None:
 
 
 def test_nothing_connects_to_a_run_whose_engines_and_agents_are_elsewhere() -> None:
-    policies = resources("train_relay", "NetworkPolicy")
-    labels = dict(pod_templates(render("train_relay")))["Job/agentic-train"]["metadata"]["labels"]
+    policies = resources("relay/train", "NetworkPolicy")
+    labels = dict(pod_templates(render("relay/train")))["Job/agentic-train"]["metadata"]["labels"]
     assert policies["deny-ingress"]["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
     selecting = [n for n, p in policies.items() if selects(p["spec"]["podSelector"], labels)]
     assert selecting == ["deny-ingress"]
-    services = resources("train_relay", "Service").values()
+    services = resources("relay/train", "Service").values()
     assert not [s for s in services if selects(s["spec"]["selector"], labels)]
-    assert trainer_of("train_relay").ports == []
-
-
-def test_only_the_trainer_reaches_engines_that_accept_weights() -> None:
-    policy = resources("train_engines", "NetworkPolicy")["agentic-engine"]["spec"]
-    templates = dict(pod_templates(render("train_engines")))
-    (rule,) = policy["ingress"]
-    (source,) = rule["from"]
-    admitted = [
-        name
-        for name, t in templates.items()
-        if selects(source["podSelector"], t["metadata"]["labels"])
-    ]
-    assert admitted == ["Job/agentic-train"]
-    assert selects(
-        policy["podSelector"], templates["StatefulSet/agentic-engine"]["metadata"]["labels"]
-    )
+    assert trainer_of("relay/train").ports == []
 
 
 def test_replaced_pod_of_a_job_is_the_only_one_and_a_wrong_configuration_is_final() -> None:
@@ -327,16 +255,16 @@ def test_scrape_key_is_a_secret_of_its_own() -> None:
 
 
 def test_workers_dial_the_host_of_the_ingress() -> None:
-    (ingress,) = resources("relay_proxy", "Ingress").values()
+    (ingress,) = resources("relay/proxy", "Ingress").values()
     ((host,),) = [tls["hosts"] for tls in ingress["spec"]["tls"]]
     assert [rule["host"] for rule in ingress["spec"]["rules"]] == [host]
-    (worker,) = [p for p in pod_programs(render("relay")) if p.where.endswith("/worker")]
+    (worker,) = [p for p in pod_programs(render("relay/workers")) if p.where.endswith("/worker")]
     assert worker.variables["AGENTIC_WORKER_PROXY"] == f"wss://{host}"
-    (proxy,) = [p for p in pod_programs(render("relay_proxy")) if p.command[-1:] == ["serve"]]
+    (proxy,) = [p for p in pod_programs(render("relay/proxy")) if p.command[-1:] == ["serve"]]
     assert proxy.variables["AGENTIC_PROXY_PUBLIC_URL"] == f"https://{host}"
 
 
-@pytest.mark.parametrize("overlay", ["single", "postgres", "relay", "train_engines"])
+@pytest.mark.parametrize("overlay", ["single", "postgres", "relay/workers"])
 def test_replicated_pods_have_a_disruption_budget(overlay: str) -> None:
     budgets = [b["spec"]["selector"] for b in resources(overlay, "PodDisruptionBudget").values()]
     for kind in ("Deployment", "StatefulSet"):
