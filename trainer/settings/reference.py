@@ -1,13 +1,15 @@
 """Generates `docs/configuration.md`: every key of a run and of the proxy, from its definition.
 
-python -m trainer.settings.reference > docs/configuration.md
+    python -m trainer.settings.reference > docs/configuration.md
+
+Each section has first the keys that people set (`COMMON`); the others are folded below them.
 """
 
 from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -34,6 +36,8 @@ environment, the environment overrides the YAML files, and a later file override
 Values on the command line and in the environment are YAML. Every key has the environment variable
 `{ENV_PREFIX}SECTION__KEY`; some also have the name that verl's recipe gives them. The resolved
 configuration is printed at start and stored in the run's folder.
+
+Each section begins with the keys that people set; the others are folded below them.
 """
 PROXY = """
 ## The proxy
@@ -47,6 +51,33 @@ REPEATED = re.compile(
     r"agents\.NAME\.(?!weight$|data$)|trainer\.policies\.NAME\.(optimizer|lora)\."
 )
 """Keys that the page has already, in `remote_agent`, `data`, `optimizer` and `model.lora`."""
+COMMON = {
+    "model": "path compute_dtype lora.rank lora.update max_micro_batch_tokens",
+    "engine": "replicas args max_context_tokens sleep urls",
+    "rollout": "groups_per_step group_size concurrency max_tokens max_staleness",
+    "algorithm": "preset advantage loss kl mini_batches",
+    "optimizer": "lr schedule warmup_steps max_grad_norm offload",
+    "trainer": "run_dir steps ranks mode save_every",
+    "proxy_server": "host port llm_proxy_ip url profile",
+    "cluster": "backend address strategy engine_nodes share_gpus",
+    "relay": "workers url start_timeout_s restarts",
+    "data": "train_files val_files train_sources train_harbor_dir seed",
+    "remote_agent": "command.argv python.target verifier.argv grader.target timeout_s",
+    "swarm": "stop_rule left_over max_open max_collected lease_s",
+    "sft": "sessions min_reward epochs kind held_out",
+    "logging": "wandb_project mlflow_experiment metrics log_level report_trials",
+}
+"""Section → the keys that people set first, at most five. A section without an entry is listed
+whole."""
+COMMON_OF_PROXY = {
+    "": "model store host port admin_key_file",
+    "sessions": "auto_create ttl_s max_turns max_tokens alternatives",
+    "limits": "in_flight_calls body_bytes engine_patience_s call_timeout_s shutdown_s",
+    "rules": "name query.regex query.tool query.edits_tests action",
+}
+"""The same for the proxy's own sections; the keys without a section are under the empty name."""
+FOLDED_TOGETHER = 4
+"""Keys of a part with fewer keys than this are folded with those of its section."""
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "algorithm.preset": lambda: sorted(PRESETS),
     "engines.kind": lambda: ENGINES,
@@ -63,21 +94,74 @@ def main() -> None:
 
 
 def reference() -> str:
-    """The page as Markdown."""
-    lines = [RUN]
-    lines += [
-        _line(key) if "." in key.path else _heading(key, level=2)
-        for key in keys_of(TrainerConfig)
-        if not REPEATED.match(key.path)
-    ]
-    lines.append(PROXY)
-    keys = list(keys_of(ProxyConfig))
-    top = [key for key in keys if not key.sections and "." not in key.path]
-    lines += [_line(key) for key in top]
-    lines += [
-        _line(key) if "." in key.path else _heading(key, level=3) for key in keys if key not in top
-    ]
-    return "\n".join(lines) + "\n"
+    """The page as Markdown.
+
+    Raises:
+        ValueError: `COMMON` names a key that is none.
+    """
+    run = [key for key in keys_of(TrainerConfig) if not REPEATED.match(key.path)]
+    sections = [key for key in run if "." not in key.path]
+    proxy = list(keys_of(ProxyConfig))
+    top = [key for key in proxy if not key.sections and "." not in key.path]
+    parts = [key for key in proxy if "." not in key.path and key not in top]
+    lines = [RUN, *_contents(sections, proxy=False), *_contents(parts, proxy=True)]
+    for section in sections:
+        lines += [_heading(section, level=2), *_section(section.path, run, COMMON)]
+    lines += [PROXY, *_listing("", top, COMMON_OF_PROXY)]
+    for section in parts:
+        lines += [_heading(section, level=3), *_section(section.path, proxy, COMMON_OF_PROXY)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def _contents(sections: list[Key], *, proxy: bool) -> list[str]:
+    """Links to the sections. A second section of one name is that of the proxy."""
+    links = [f"[{key.path}](#{_anchor(key.path, proxy=proxy)})" for key in sections]
+    name = "The proxy" if proxy else "A run"
+    return [f"{name}: {' · '.join(links)}", ""]
+
+
+def _anchor(section: str, *, proxy: bool) -> str:
+    """The second heading of one name gets a number (Python-Markdown)."""
+    repeated = proxy and any(key.path == section for key in keys_of(TrainerConfig))
+    return f"{section}_1" if repeated else section
+
+
+def _section(section: str, keys: list[Key], common_keys: Mapping[str, str]) -> list[str]:
+    inside = [key for key in keys if key.path.startswith(f"{section}.")]
+    return _listing(section, inside, common_keys)
+
+
+def _listing(section: str, keys: list[Key], common_keys: Mapping[str, str]) -> list[str]:
+    """The common keys, and the others folded: each part of the section by itself."""
+    by_path = {key.path: key for key in keys}
+    prefix = f"{section}." if section else ""
+    common = [f"{prefix}{name}" for name in common_keys.get(section, "").split()]
+    if missing := [path for path in common if path not in by_path]:
+        raise ValueError(
+            f"{', '.join(missing)}: not a key; correct it in trainer/settings/reference.py"
+        )
+    if len(keys) <= len(common) + 1 or not common:
+        return [_line(key) for key in keys]
+    parts: dict[str, list[Key]] = {}
+    for key in keys:
+        if key.path not in common:
+            part, dot, _ = key.path.removeprefix(prefix).partition(".")
+            parts.setdefault(part if dot or section else "", []).append(key)
+    small = {part for part in parts if not part or len(parts[part]) < FOLDED_TOGETHER}
+    rest = [key for key in keys if any(key in parts[part] for part in small)]
+    lines = [_line(by_path[path]) for path in common]
+    lines += _folded(f"{len(rest)} more keys", rest)
+    for part, inside in parts.items():
+        if part not in small:
+            lines += _folded(f"{prefix}{part}: {len(inside)} keys", inside)
+    return lines
+
+
+def _folded(title: str, keys: list[Key]) -> list[str]:
+    if not keys:
+        return []
+    begin = ["", '<details markdown="1">', f"<summary>{title}</summary>", ""]
+    return [*begin, *(_line(key) for key in keys), "", "</details>", ""]
 
 
 def names_of(key: Key) -> list[str]:
@@ -86,16 +170,21 @@ def names_of(key: Key) -> list[str]:
 
 
 def _heading(key: Key, *, level: int) -> str:
-    return f"\n{'#' * level} {key.path}\n" + (f"\n{key.text}\n" if key.text else "")
+    return f"\n{'#' * level} {key.path}\n" + (f"\n{_linked(key.text)}\n" if key.text else "")
 
 
 def _line(key: Key) -> str:
     verl = {key: name for name, key in VERL_NAMES.items()}
-    text = f": {key.text}" if key.text else ""
+    text = f": {_linked(key.text)}" if key.text else ""
     names = f" Names: {_listed(names_of(key))}." if names_of(key) else ""
     also = f" Also `{verl[key.path]}`." if key.path in verl else ""
     about = f"{_default(key.field)}{_bounds(key.field)}{_choices(key.field)}"
     return f"- `{key.path}` ({about}){text}{names}{also}"
+
+
+def _linked(text: str) -> str:
+    """Names of pages as links to them."""
+    return re.sub(r"\bdocs/([\w/-]+)\.md\b", r"[\1](\1.md)", text)
 
 
 def _bounds(field: Any) -> str:

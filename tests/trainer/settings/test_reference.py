@@ -20,7 +20,7 @@ from trainer.algorithms.kl import ESTIMATORS
 from trainer.algorithms.policy_losses import LOSSES
 from trainer.algorithms.presets import PRESETS
 from trainer.config import TrainerConfig
-from trainer.settings.reference import REPEATED, reference
+from trainer.settings.reference import COMMON, COMMON_OF_PROXY, REPEATED, reference
 from trainer.settings.sources import Key, keys_of
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +61,24 @@ def names_of_section(key: Key) -> set[str]:
 def test_page_of_keys_is_up_to_date_with_the_code() -> None:
     command = "python -m trainer.settings.reference > docs/configuration.md"
     assert PAGE.read_text() == reference(), f"generate it again: {command}"
+
+
+def test_page_has_every_key_once() -> None:
+    listed = re.findall(r"^- `([^`]+)` \(", PAGE.read_text(), re.MULTILINE)
+    run = [key.path for key in RUN_KEYS if "." in key.path]
+    sections = {key.path for key in keys_of(ProxyConfig) if key.path.partition(".")[2]}
+    top = [key.path for key in keys_of(ProxyConfig) if "." not in key.path and not key.sections]
+    assert sorted(listed) == sorted([*run, *sections, *top])
+
+
+@pytest.mark.parametrize("heading", ["## rollout", "## remote_agent", "### limits"])
+def test_section_begins_with_its_common_keys(heading: str) -> None:
+    name = heading.split()[1]
+    common = {**COMMON, **COMMON_OF_PROXY}[name].split()
+    section = PAGE.read_text().partition(f"\n{heading}\n")[2]
+    first = re.findall(r"^- `([^`]+)`", section.partition("<details")[0], re.MULTILINE)
+    assert first == [f"{name}.{key}" for key in common]
+    assert len(common) <= 5
 
 
 def test_every_key_is_documented_where_it_is_defined() -> None:
