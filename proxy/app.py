@@ -47,6 +47,7 @@ from proxy.serving.calls import Calls
 from proxy.serving.endpoints import AgentEndpoints
 from proxy.serving.forwarding import CONFIRMED_PATH
 from proxy.serving.ownership import Ownership
+from proxy.serving.provider_tools import ProviderTools
 from proxy.serving.sessions import Sessions
 from proxy.settings.profiles import Profiles
 from proxy.store import open_store
@@ -152,6 +153,7 @@ def _parts(
             metrics,
             ownership,
             deliveries,
+            ProviderTools(config.tools, store),
             context_tokens=config.max_context_tokens or rendering.tokenizer.max_context_tokens,
             call_timeout_s=config.limits.call_timeout_s,
             on_recorded=watch.recorded,

@@ -100,6 +100,17 @@ class SessionsConfig(Section):
         return {name: value for name, value in wanted.items() if value}
 
 
+class ToolsConfig(Section):
+    """Tools that an agent's provider would run, and that the proxy runs in its place."""
+
+    web_search: str | None = None
+    """The import path of your own search, `package.module:name`: a coroutine function that gets the
+    query and the agent's entry of the tool, and returns results, each with `title`, `url` and
+    `text`. Without one, models are not offered the tool."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds after which the model gets an error instead of results."""
+
+
 class LimitsConfig(Section):
     """Limits of the process."""
 
@@ -281,6 +292,8 @@ class ProxyConfig(BaseSettings, ListenConfig):
     """How messages become token ids."""
     sessions: SessionsConfig = Field(default_factory=SessionsConfig)
     """Sessions and their limits."""
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    """Tools of a provider that the proxy runs."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     """Limits of the process."""
     scheduling: SchedulingConfig = Field(default_factory=SchedulingConfig)

@@ -34,6 +34,16 @@ class Metrics:
             "unknown_fields", "Fields of requests that no known API has", "dialect", "name"
         )
         self._unknown_names: set[str] = set()
+        self._shown = self._counter(
+            "shown_as_text", "Parts of requests that models see as a short text", "type"
+        )
+        self._left_out = self._counter(
+            "tools_left_out", "Tools that only a provider can run, in requests", "type"
+        )
+        self._noted_types: set[str] = set()
+        self._provider_tools = self._counter(
+            "provider_tool_calls", "Calls of a provider's tools that the proxy ran", "tool", "end"
+        )
         self._spelled = self._counter(
             "control_tokens", "Control tokens in texts of users and tools, encoded as text"
         )
@@ -121,6 +131,17 @@ class Metrics:
         if len(self._unknown_names) < MAX_UNKNOWN_NAMES:
             self._unknown_names.add(name)
         self._unknown_fields.labels(dialect, name if name in self._unknown_names else "other").inc()
+
+    def provider_tool(self, name: str, *, is_error: bool) -> None:
+        self._provider_tools.labels(name, "error" if is_error else "ok").inc()
+
+    def noted(self, kind: str, name: str) -> None:
+        """Counts a part of a request that is not taken as it is (`wire.fields.Note`). Agents choose
+        the types: only the first MAX_UNKNOWN_NAMES have a label of their own."""
+        if len(self._noted_types) < MAX_UNKNOWN_NAMES:
+            self._noted_types.add(name)
+        counter = self._shown if kind == "shown_as_text" else self._left_out
+        counter.labels(name if name in self._noted_types else "other").inc()
 
     def spelled(self, tokens: int) -> None:
         self._spelled.inc(tokens)

@@ -37,7 +37,15 @@ class ArgumentsDelta(msgspec.Struct, gc=False):
     text: str
 
 
-Delta = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
+class ResultDelta(msgspec.Struct, gc=False):
+    """The result of a call that the proxy runs itself, after the answer that made the call."""
+
+    call: ToolCall
+    text: str
+    """What the model sees."""
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta | ResultDelta
 
 
 def send_calls(sent: list[ToolCall], calls: Sequence[ToolCall], out: list[Delta]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from proxy.branching.prefix import Recognised
-from proxy.conversation.message_keys import Key
+from proxy.conversation.message_keys import Key, RawKey
 from proxy.records import Ids
 from proxy.serving.returned_calls import Recovered
 from proxy.wire.dialect import Call
@@ -48,3 +48,15 @@ def required_tool(request: Call) -> str | None:
     if forced is not None and forced.name is not None:
         return forced.name
     return str(tools[0]["function"]["name"]) if len(tools) == 1 else None
+
+
+def request_key(asked: Key, request: Call, policy: str) -> Key:
+    """The request's key: a policy, a forced call or a prefill makes it another request."""
+    if policy:
+        asked = asked.begun("policy", policy)
+    forced, prefill = request.options.forced, request.conversation.prefill
+    if isinstance(asked, RawKey):
+        return asked
+    if forced is not None:
+        return asked.begun("forced", forced.name or "")
+    return asked if prefill is None else asked.begun("prefill", prefill)

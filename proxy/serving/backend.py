@@ -11,6 +11,7 @@ from proxy.rendering.rendering import Rendering
 from proxy.routing.router import Router
 from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.ownership import Ownership
+from proxy.serving.provider_tools import ProviderTools
 from proxy.store.protocol import Store
 
 
@@ -24,6 +25,7 @@ class Backend:
     metrics: Metrics
     ownership: Ownership
     deliveries: Deliveries
+    provider_tools: ProviderTools
     context_tokens: int | None
     """The configured limit on prompt and answer together, besides the engines' own."""
     call_timeout_s: float

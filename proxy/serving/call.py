@@ -14,7 +14,8 @@ PLACING     nothing is recorded.
 BEGUN       every answer has a turn that is OPEN; nothing is sampled. → SAMPLING, always.
 SAMPLING    → RECORDING  every answer is sampled to its end; or the engine fails or the call is
                          aborted while one is incomplete, and all answers become CUT.
-RECORDING   → PLACING    an answer lacks its required tool call (`forced_call`); if not aborted.
+RECORDING   → PLACING    an answer lacks its required tool call (`forced_call`), or calls a tool
+                         that the proxy runs (`provider_tools`); if not aborted.
             → ENDED      every turn is DONE or CUT in the store. If recording fails, turns are
                          closed, or their answers marked as not arrived (`Ownership.close`).
 ENDED       watchers get the answers or the error. When the answer has arrived at one of them, or
@@ -36,10 +37,12 @@ from enum import Enum, auto
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from proxy.conversation import Key
+from proxy.conversation import ConversationKey, Key
 from proxy.errors import EngineError, ProxyError, QuotaReached, RequestError, StoreError
 from proxy.records import ForkCause, Ids, Turn, TurnStatus
+from proxy.rendering.deltas import ResultDelta
 from proxy.rendering.rendering import CONTEXT_TOKENS
 from proxy.sampling import as_record, resolve
 from proxy.serving.answer import LiveAnswer, replayed_outcome, sample_all
@@ -47,12 +50,15 @@ from proxy.serving.asked import Asked
 from proxy.serving.backend import Backend
 from proxy.serving.forced_call import joined, lacks_call, place_call
 from proxy.serving.prompt_bounds import refuse_overlong
+from proxy.serving.provider_tools import MAX_ANSWERS, next_request
+from proxy.serving.provider_tools import joined as joined_answers
 from proxy.serving.retries import Replay
 from proxy.serving.sessions import LiveSession
 from proxy.serving.stream import AnswerStream, Watcher
 from proxy.store.protocol import TurnConflict
 from proxy.token_tree import Placement
-from proxy.wire.dialect import Outcome
+from proxy.wire.dialect import Call, Outcome, Piece
+from proxy.wire.web_search import is_error
 
 MAX_CONFLICTS = 16
 """Number of times that other processes may take a turn's index before the call gives up."""
@@ -168,7 +174,11 @@ class LiveCall:
                 outcomes = [self._sent_again(n, turn) for n, turn in enumerate(opening.turns)]
             else:
                 outcomes = await self._answer(opening.answers)
-            return [await self._with_call(n, outcome) for n, outcome in enumerate(outcomes)]
+            replayed = isinstance(opening, Replayed)
+            return [
+                await self._with_results(n, await self._with_call(n, outcome), replayed=replayed)
+                for n, outcome in enumerate(outcomes)
+            ]
         finally:
             self._interruptible = False
             if self._unrecorded:
@@ -231,6 +241,65 @@ class LiveCall:
             (called,) = await self._answer(opening.answers)
         return joined(said, called)
 
+    async def _with_results(self, choice: int, said: Outcome, *, replayed: bool) -> Outcome:
+        """The answer, with the results of the calls that the proxy runs and what the model says
+        after them. `replayed`: what is recorded of this is sent again."""
+        asked, before = self.asked, list[Outcome]()
+        live, tools = self.live, self.asked.request.provider_tools
+        while tools and self.watchers and any(c.name in tools for c in said.message.tool_calls):
+            if self._aborted is not None:
+                raise asyncio.CancelledError
+            self.state, self._interruptible = CallState.PLACING, True
+            made = sum(len(outcome.results) for outcome in before)
+            results = await self.backend.provider_tools.run(
+                live.session.session_id, live.searches, asked, said, made
+            )
+            if not replayed:
+                await self._report(said.turn, results)
+            self.stream.push(Piece(choice, results, turn=said.turn))
+            said = replace(said, results=results)
+            if len(results) < len(said.message.tool_calls) or len(before) == MAX_ANSWERS - 1:
+                break
+            before.append(said)
+            answered = live.tree.nodes[said.turn].answer_key
+            assert isinstance(answered, ConversationKey)
+            asked = next_request(asked, said, answered)
+            said, replayed = await self._follow(choice, asked, said.turn, replayed=replayed)
+        return joined_answers(before, said)
+
+    async def _follow(
+        self, choice: int, asked: Asked, after: int, *, replayed: bool
+    ) -> tuple[Outcome, bool]:
+        """The answer to a request that follows turn `after` in this call, and whether it was
+        recorded before."""
+        live = self.live
+
+        async def begin() -> Fresh | Replayed:
+            same = live.tree.same_requests(asked.request_key)
+            ended = [n.index for n in same if n.status in (TurnStatus.DONE, TurnStatus.CONTEXT)]
+            if replayed and ended:
+                return await self._replay(Replay((ended[-1],)))
+            answer = await self._begin(choice, follows=asked)
+            live.retries.continued.setdefault(after, []).append(self.turns[-1])
+            return Fresh((answer,))
+
+        opening = await self._open(begin)
+        if isinstance(opening, Replayed):
+            return self._sent_again(choice, opening.turns[0]), True
+        (outcome,) = await self._answer(opening.answers)
+        return outcome, False
+
+    async def _report(self, index: int, results: Sequence[ResultDelta]) -> None:
+        """Records an event for calls that the proxy has run."""
+        calls = []
+        for result in results:
+            failed = is_error(result.text)
+            self.backend.metrics.provider_tool(result.call.name, is_error=failed)
+            call = {"id": result.call.id, "name": result.call.name, "chars": len(result.text)}
+            calls.append({**call, "error": result.text if failed else None})
+        with self._uninterrupted(), suppress(StoreError):
+            await self.live.record(self.backend.store, "provider_tools", index=index, calls=calls)
+
     def _sent_again(self, choice: int, turn: Turn, *, continues: bool = False) -> Outcome:
         prompt = self.live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
         return replayed_outcome(self, choice, turn, prompt, only_calls=continues)
@@ -256,18 +325,21 @@ class LiveCall:
                 live.tree.nodes[index].status = TurnStatus.SUPERSEDED
                 live.publish("superseded", index=index)
 
-    async def _begin(self, choice: int, said: Outcome | None = None) -> LiveAnswer:
-        """Records an intent; returns its answer, which continues `said` with a tool call if given.
+    async def _begin(
+        self, choice: int, said: Outcome | None = None, follows: Asked | None = None
+    ) -> LiveAnswer:
+        """Records an intent; returns its answer, which continues `said` with a tool call if given,
+        or answers `follows`, a request of this call's own.
 
         Raises TurnConflict if the index is taken."""
-        live, backend, asked = self.live, self.backend, self.asked
+        live, backend, asked = self.live, self.backend, follows or self.asked
         diverged = self._diverged and said is None and not self.turns
         if said is not None:
             asked, placement = place_call(asked, said, live.tree, backend.rendering)
-        elif self.turns:
+        elif self.turns and follows is None:
             placement = live.tree.sibling(live.tree.nodes[self.turns[0]])
         else:
-            placement = await self._place()
+            placement = await self._place(asked)
         sampling = resolve(
             live.session,
             asked.request.options,
@@ -278,7 +350,7 @@ class LiveCall:
             conversation=asked.request.conversation,
             sibling=choice,
             routed_tokens=live.tree.routed(placement.parent, placement.shared_tokens),
-            structured=self._grammar(placement.prompt),
+            structured=self._grammar(asked.request, placement.prompt),
         )
         turn = Turn(
             session_id=live.session.session_id,
@@ -297,12 +369,13 @@ class LiveCall:
         await self._record_intent(turn, asked.request_key)
         if asked.tidied or asked.request.notes:
             with self._uninterrupted(), suppress(StoreError):
-                await live.note(backend.store, turn.index, asked)
+                for note in await live.note(backend.store, turn.index, asked):
+                    backend.metrics.noted(note.kind, note.name)
         given = None if live.branch is None else live.branch.given_answer(turn.index)
         return LiveAnswer(self, choice, turn, placement.prompt, sampling, asked, said, given)
 
-    async def _place(self) -> Placement:
-        tree, rendering, asked = self.live.tree, self.backend.rendering, self.asked
+    async def _place(self, asked: Asked) -> Placement:
+        tree, rendering = self.live.tree, self.backend.rendering
         muted = rendering.muted_tokens
         conversation = asked.request.conversation
         asked_before = tree.same_requests(asked.request_key)
@@ -328,10 +401,9 @@ class LiveCall:
             self.backend.metrics.spelled(tokens)
             self.live.publish("control_tokens", index=len(self.live.tree), tokens=tokens)
 
-    def _grammar(self, prompt: Ids) -> dict[str, Any] | None:
+    def _grammar(self, request: Call, prompt: Ids) -> dict[str, Any] | None:
         """What the engine enforces in the answer. A required call is not the final message, which
         the agent's format binds, so it is sampled as without a format. Raises RequestError."""
-        request = self.asked.request
         options, conversation = request.options, request.conversation
         if options.structured is None or options.forced is not None:
             return None

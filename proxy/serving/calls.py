@@ -22,7 +22,7 @@ from proxy.conversation.messages import Conversation, load_answer
 from proxy.conversation.references import ReferringConversation
 from proxy.errors import EngineError, RequestError
 from proxy.records import EMPTY_IDS, Ids
-from proxy.serving.asked import Asked, Caller, required_tool
+from proxy.serving.asked import Asked, Caller, request_key, required_tool
 from proxy.serving.backend import Backend
 from proxy.serving.call import LiveCall
 from proxy.serving.forced_call import call_or_answer
@@ -49,6 +49,11 @@ class Calls:
             include={"max_turns", "max_tokens", "max_concurrent_calls"}
         )
 
+    @property
+    def backends(self) -> frozenset[str]:
+        """The tools of a provider that the proxy runs."""
+        return self._backend.provider_tools.offered
+
     async def open(self, live: LiveSession, request: Call, caller: Caller) -> LiveCall:
         """Returns the running call that answers the request. The caller must watch it at once.
 
@@ -64,6 +69,9 @@ class Calls:
         if request.conversation.continues is not None:
             named = await self._answered(live, request.conversation.continues)
             request.conversation.continues = named
+        if request.unfilled:
+            tools, session_id = self._backend.provider_tools, live.session.session_id
+            await tools.fill(session_id, live.searches, request)
         conversation, large = request.conversation, request.is_large
         tidied = live.returned.recover(conversation)
         recognised = await self._recognised(live, conversation, large=large)
@@ -73,10 +81,8 @@ class Calls:
             recognised = await self._recognised(live, conversation, large=large)
             keys = await self._keys(live, request)
         policy = live.session.policy_of(request.model)
-        request_key = _request_key(keys[-1], request, policy)
-        asked = Asked(
-            request, caller, keys, request_key, opening, policy, tuple(tidied), recognised
-        )
+        key = request_key(keys[-1], request, policy)
+        asked = Asked(request, caller, keys, key, opening, policy, tuple(tidied), recognised)
         joined = live.retries.joinable(asked)
         if joined is not None:
             return joined
@@ -266,15 +272,3 @@ class Calls:
                 raise RequestError(
                     f"this session has reached its {name} of {limits[name]}", status=403, code=name
                 )
-
-
-def _request_key(asked: Key, request: Call, policy: str) -> Key:
-    """The request's key: a policy, a forced call or a prefill makes it another request."""
-    if policy:
-        asked = asked.begun("policy", policy)
-    forced, prefill = request.options.forced, request.conversation.prefill
-    if isinstance(asked, RawKey):
-        return asked
-    if forced is not None:
-        return asked.begun("forced", forced.name or "")
-    return asked if prefill is None else asked.begun("prefill", prefill)

@@ -209,7 +209,8 @@ class AgentEndpoints:
         """Reads the body unless it was read before. Raises RequestError."""
         exchange.body = exchange.body or await receive_body(exchange.request, exchange.held)
         body = Body(exchange.body)
-        parse = partial(parse_call, exchange.dialect, body, exchange.request.headers, live.profile)
+        headers, backends = exchange.request.headers, self._calls.backends
+        parse = partial(parse_call, exchange.dialect, body, headers, live.profile, backends)
         call = await asyncio.to_thread(parse) if body.is_large else parse()
         if call.unknown:
             await self._report_unknown(exchange, live, call.unknown)

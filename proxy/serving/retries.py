@@ -73,6 +73,8 @@ class RetryBook:
     """Answered turns whose answer is known not to have arrived."""
     ended: dict[int, EndedCall] = field(default_factory=dict)
     """By turn; turns that another process began have none."""
+    continued: dict[int, list[int]] = field(default_factory=dict)
+    """By turn: those that continue its answer in the same call (`provider_tools`)."""
     repeated: set[int] = field(default_factory=set)
     """Turns that were repeated already: cut ones, and arrived ones replayed to a retry."""
 
@@ -103,7 +105,7 @@ class RetryBook:
         `same` are the turns of equal requests, of which there is at least one.
         `sending` are the turns whose answers are on their way, which no agent can have rejected.
         """
-        open_ended = _open_ended(tree, same, asked)
+        open_ended = self._open_ended(tree, same, asked)
         arrived = [node for node in open_ended if node.index not in sending]
         lost = self._lost(open_ended, asked)
         if lost:
@@ -130,7 +132,7 @@ class RetryBook:
 
     def has(self, tree: TokenTree, same: list[Node], asked: Asked) -> bool:
         """Whether `decide` would replay recorded answers."""
-        open_ended = _open_ended(tree, same, asked)
+        open_ended = self._open_ended(tree, same, asked)
         if self._lost(open_ended, asked):
             return True
         cut = self._repeated_cut_call(same, asked)
@@ -162,6 +164,25 @@ class RetryBook:
         )
         return tuple(latest) if new and len(latest) == asked.request.n else ()
 
+    def _open_ended(self, tree: TokenTree, same: list[Node], asked: Asked) -> list[Node]:
+        return [
+            n
+            for n in same
+            if n.status is TurnStatus.DONE and not self._is_continued(tree, n, asked)
+        ]
+
+    def _is_continued(self, tree: TokenTree, node: Node, asked: Asked) -> bool:
+        """Whether a request continues the answer, or what the call itself began after it: a
+        required call, or what follows a result."""
+        own = self.continued.get(node.index)
+        if own is not None:
+            after = [tree.nodes[index] for index in own]
+            direct = sum(n.parent == node.index for n in after)
+            return node.children > direct or any(self._is_continued(tree, n, asked) for n in after)
+        calls = calls_after(node.index, asked, tree)
+        of_the_answer = sum(call.shared_tokens > node.prompt_tokens for call in calls)
+        return node.children > of_the_answer or any(call.children for call in calls)
+
     def _superseded(self, tree: TokenTree, arrived: list[Node], asked: Asked) -> tuple[int, ...]:
         """The answers that the agent rejected, with the required calls that continue them."""
         room = asked.request.options.max_tokens
@@ -186,17 +207,6 @@ def _parts(asked: Asked) -> tuple[int, bool, int]:
     """What decides the parts of an answer, besides the conversation."""
     request, options = asked.request, asked.request.options
     return request.n, options.logprobs, options.top_logprobs
-
-
-def _open_ended(tree: TokenTree, same: list[Node], asked: Asked) -> list[Node]:
-    return [n for n in same if n.status is TurnStatus.DONE and not _is_continued(tree, n, asked)]
-
-
-def _is_continued(tree: TokenTree, node: Node, asked: Asked) -> bool:
-    """Whether a request continues the answer, or the required call that was begun after it."""
-    calls = calls_after(node.index, asked, tree)
-    of_the_answer = sum(call.shared_tokens > node.prompt_tokens for call in calls)
-    return node.children > of_the_answer or any(call.children for call in calls)
 
 
 def _ends_at(tree: TokenTree, node: Node, asked: Asked) -> float:

@@ -37,11 +37,13 @@ from proxy.records import (
 )
 from proxy.serving.asked import Asked
 from proxy.serving.branch import LiveBranch, open_branch
+from proxy.serving.provider_tools import SessionSearches
 from proxy.serving.retries import RetryBook
 from proxy.serving.returned_calls import ReturnedCalls
 from proxy.settings.profiles import AgentProfile, Profiles
 from proxy.store.protocol import Store, Undelivered
 from proxy.token_tree import TokenTree
+from proxy.wire.fields import Note
 
 if TYPE_CHECKING:
     from proxy.serving.call import LiveCall
@@ -81,6 +83,7 @@ class LiveSession:
     retries: RetryBook = field(default_factory=RetryBook)
     known_keys: KnownKeys = field(default_factory=KnownKeys)
     returned: ReturnedCalls = field(default_factory=ReturnedCalls)
+    searches: SessionSearches = field(default_factory=SessionSearches)
     noted: set[int] = field(default_factory=set)
     """Hashes of what events have already told about the agent's history, which each call repeats;
     at most MAX_NOTED."""
@@ -133,9 +136,10 @@ class LiveSession:
         seq = await store.add_event(self.session.session_id, kind, data)
         self.publish(kind, seq=seq, **data)
 
-    async def note(self, store: Store, index: int, asked: Asked) -> None:
+    async def note(self, store: Store, index: int, asked: Asked) -> list[Note]:
         """Records events for what turn `index` is the first one to have in its request: calls that
-        the agent's client has tidied, and parts that the model sees as text."""
+        the agent's client has tidied, and parts that the model sees as text or not at all. Returns
+        the latter."""
         calls = [
             {"turn": each.turn, "id": each.call.id, "name": each.call.name, "changes": each.changes}
             for each in asked.tidied
@@ -151,6 +155,7 @@ class LiveSession:
                 if each.kind == kind
             ]
             await self.record(store, kind, index=index, count=len(parts), parts=parts[:MAX_PARTS])
+        return new
 
     def _is_new(self, what: Hashable) -> bool:
         """Whether no event has told this; remembers it."""

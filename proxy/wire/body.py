@@ -69,10 +69,17 @@ class Body:
         return len(self.data) > LARGE_BYTES or self.brackets > LARGE_CONTAINERS
 
 
-def parse_call(dialect: Dialect, body: Body, headers: Headers, profile: AgentProfile) -> Call:
-    """The call as the model is to see it. Raises RequestError for a body that the dialect cannot
-    honour."""
+def parse_call(
+    dialect: Dialect,
+    body: Body,
+    headers: Headers,
+    profile: AgentProfile,
+    backends: frozenset[str] = frozenset(),
+) -> Call:
+    """The call as the model is to see it. `backends` are the provider's tools that the proxy runs.
+    Raises RequestError for a body that the dialect cannot honour."""
     fields = parse_body(body)
+    fields.backends = backends
     call = dialect.parse(fields, headers)
     call.notes = fields.notes
     scrub(call.conversation, profile)

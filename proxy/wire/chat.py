@@ -17,7 +17,13 @@ from proxy.conversation.free_form import FREE_FORM, free_arguments, free_text
 from proxy.conversation.messages import Conversation, Message, Role, ToolCall, normalised
 from proxy.errors import ContextOverflow, ProxyError, RequestError
 from proxy.records import FinishReason
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
+from proxy.rendering.deltas import (
+    Delta,
+    ReasoningDelta,
+    ResultDelta,
+    TextDelta,
+    ToolCallStart,
+)
 from proxy.wire.dialect import (
     Call,
     ForcedCall,
@@ -56,7 +62,7 @@ class ChatDialect:
         messages = normalised(parse_messages(fields))
         if not messages:
             raise fields.refuse("messages", "at least one message")
-        stream_options = fields.child("stream_options")
+        stream_options = fields.child("stream_options") if "stream_options" in fields.data else None
         return Call(
             model=fields.text("model", ""),
             conversation=Conversation(messages, tools, prefill=_prefill(fields, messages)),
@@ -65,7 +71,7 @@ class ChatDialect:
             stream=fields.flag("stream"),
             free_form=frozenset(kinds),
             extra={
-                "usage": stream_options.flag("include_usage"),
+                "usage": stream_options is not None and stream_options.flag("include_usage"),
                 "token_ids": fields.flag("return_token_ids"),
                 "kinds": kinds,
             },
@@ -152,6 +158,8 @@ class ChatWriter:
                 self._held[choice, delta.index] = call
             else:
                 yield {"tool_calls": [{"index": delta.index, **_call(call, {})}]}
+        elif isinstance(delta, ResultDelta):
+            return  # of the other dialects: the tools of this one are all the agent's
         elif (held := self._held.get((choice, delta.index))) is not None:
             held.arguments += delta.text
         else:
@@ -254,6 +262,8 @@ def parse_tools(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, str]]:
     tools that nobody runs here."""
     tools: list[dict[str, Any]] = []
     kinds: dict[str, str] = {}
+    if "tools" not in fields.data:
+        return tools, kinds
     for tool in fields.objects("tools"):
         kind = tool.text("type", "function")
         if kind not in ("function", "custom"):
@@ -289,8 +299,9 @@ def parse_options(fields: Fields) -> Options:
     options.max_tokens = max_tokens or options.max_tokens
     options.logprobs, options.top_logprobs = logprobs, top if logprobs else 0
     options.every_token = fields.flag("return_token_ids")
-    options.tool_calls = _choice_kind(fields) != "none"
-    options.forced = _forced(fields)
+    if "tool_choice" in fields.data:
+        options.tool_calls = _choice_kind(fields) != "none"
+        options.forced = _forced(fields)
     options.parallel_calls = fields.flag("parallel_tool_calls", True)
     return options
 

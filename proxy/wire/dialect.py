@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from proxy.conversation import Conversation, Message
+from proxy.conversation import Conversation, Message, ToolCall
 from proxy.conversation.references import ReferringConversation
 from proxy.errors import ProxyError
 from proxy.records import FinishReason, Ids
-from proxy.rendering.deltas import Delta
+from proxy.rendering.deltas import Delta, ResultDelta
 from proxy.wire.fields import Fields, Note
 
 Headers = Mapping[str, str]
@@ -91,6 +91,10 @@ class Call(msgspec.Struct):
     """The names of the request's fields that nobody knows (`known_fields`)."""
     free_form: frozenset[str] = frozenset()
     """The names of tools that take one text instead of arguments."""
+    provider_tools: dict[str, dict[str, Any]] = {}
+    """By name, the entries of tools whose calls the proxy answers itself (`wire.web_search`)."""
+    unfilled: list[tuple[Message, ToolCall]] = []
+    """Messages of such tools whose text is in the record, and their calls."""
     notes: list[Note] = []
     """What of the request is not taken as it is."""
     extra: dict[str, Any] = {}
@@ -120,6 +124,10 @@ class Outcome(msgspec.Struct):
     prompt_ids: Ids | None = None
     """The prompt that the engine got."""
     sampled_ids: Ids | None = None
+    results: tuple[ResultDelta, ...] = ()
+    """Of the calls that the proxy has run itself."""
+    before: tuple[Outcome, ...] = ()
+    """The answers that this one continues after such results, in order."""
 
 
 class Piece(msgspec.Struct, gc=False):

@@ -41,7 +41,7 @@ class Fields:
     The constructor raises RequestError for data that is not an object.
     """
 
-    __slots__ = ("_index", "_name", "_parent", "data", "notes")
+    __slots__ = ("_index", "_name", "_parent", "backends", "data", "notes")
 
     def __init__(
         self, data: Any, parent: Fields | None = None, name: str = "", index: int | None = None
@@ -49,6 +49,8 @@ class Fields:
         self._parent, self._name, self._index = parent, name, index
         self.notes: list[Note] = [] if parent is None else parent.notes
         """Of the whole request."""
+        self.backends: frozenset[str] = frozenset() if parent is None else parent.backends
+        """The tools of a provider that the proxy runs (`wire.web_search`)."""
         if not isinstance(data, dict):
             raise refusal(self._own_path() or "body", data, "an object")
         self.data: dict[str, Any] = data

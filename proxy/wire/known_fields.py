@@ -237,8 +237,10 @@ def unknown_fields(fields: Fields, dialect: str) -> tuple[str, ...]:
 
     Raises RequestError for a known field that would change what is sampled and is not honoured.
     """
-    unknown = []
     honoured = HONOURED[dialect]
+    if fields.data.keys() <= honoured:
+        return ()
+    unknown = []
     for name in fields.data:
         if name in honoured:
             continue

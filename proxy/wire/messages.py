@@ -21,7 +21,13 @@ from proxy.conversation.messages import (
 )
 from proxy.errors import ContextOverflow, ProxyError
 from proxy.records import FinishReason
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
+from proxy.rendering.deltas import (
+    Delta,
+    ReasoningDelta,
+    ResultDelta,
+    TextDelta,
+    ToolCallStart,
+)
 from proxy.wire.client_tools import family, messages_function
 from proxy.wire.dialect import (
     Call,
@@ -35,6 +41,14 @@ from proxy.wire.dialect import (
 from proxy.wire.fields import Fields, only_provider_tools
 from proxy.wire.known_fields import unknown_fields
 from proxy.wire.shown import block_text, joined
+from proxy.wire.web_search import (
+    WEB_SEARCH,
+    block_result,
+    is_web_search,
+    provider_tools,
+    result_block,
+    search_function,
+)
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -59,6 +73,7 @@ class MessagesDialect:
             conversation=parse_conversation(fields),
             options=_options(fields),
             stream=fields.flag("stream"),
+            provider_tools=provider_tools(fields.items("tools")),
             unknown=unknown_fields(fields, MessagesDialect.name),
         )
         thinking = fields.child("thinking").text("type", "disabled")
@@ -67,13 +82,8 @@ class MessagesDialect:
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
         outcome = outcomes[0]
-        message = outcome.message
-        content: list[dict[str, Any]] = []
-        if message.reasoning and call.extra["thinking"]:
-            content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
-        if message.text:
-            content.append({"type": "text", "text": message.text})
-        content += [{**_tool_use(c), "input": arguments_object(c)} for c in message.tool_calls]
+        parts = [*outcome.before, outcome]
+        content = [block for part in parts for block in _blocks(call, part)]
         return orjson.dumps(
             {
                 **_head(call, answer_id),
@@ -152,8 +162,13 @@ class MessagesWriter:
                 yield self._content({"type": "thinking_delta", "thinking": delta.text})
         elif isinstance(delta, ToolCallStart):
             yield from self._close()
-            block = _tool_use(ToolCall(delta.id, delta.name, ""))
+            block = _tool_use(ToolCall(delta.id, delta.name, ""), self._call)
             yield from self._enter(ToolCallStart, {**block, "input": {}})
+        elif isinstance(delta, ResultDelta):
+            yield from self._close()
+            yield from self._enter(ResultDelta, result_block(delta))
+            yield from self._close()
+            self._has_text = False
         else:
             yield self._content({"type": "input_json_delta", "partial_json": delta.text})
 
@@ -181,8 +196,9 @@ def parse_conversation(fields: Fields) -> Conversation:
     if system:
         messages.append(Message("system", system))
     referable = {tool.get("name"): tool for tool in fields.items("tools") if isinstance(tool, dict)}
+    searches = any(is_web_search(tool.get("type")) for tool in referable.values())
     for item in fields.objects("messages"):
-        messages += _parse_message(item, referable)
+        messages += _parse_message(item, referable, searches=searches)
     if not messages:
         raise fields.refuse("messages", "at least one message")
     messages = normalised(messages)
@@ -205,10 +221,13 @@ def _prefill(fields: Fields, messages: list[Message]) -> str | None:
     return messages.pop().text or None
 
 
-def _parse_message(fields: Fields, tools: Mapping[Any, dict[str, Any]]) -> list[Message]:
+def _parse_message(
+    fields: Fields, tools: Mapping[Any, dict[str, Any]], *, searches: bool
+) -> list[Message]:
+    """`searches`: whether searches of the web are calls for the model, not text."""
     role = fields.text("role")
     if role == "assistant":
-        return [_parse_assistant(fields)]
+        return _parse_assistant(fields, searches=searches)
     if role == "system":
         return [Message("system", _texts(fields, "content"))]
     if role != "user":
@@ -227,14 +246,32 @@ def _parse_message(fields: Fields, tools: Mapping[Any, dict[str, Any]]) -> list[
     return results
 
 
-def _parse_assistant(fields: Fields) -> Message:
+def _parse_assistant(fields: Fields, *, searches: bool) -> list[Message]:
+    """One message, and more where the proxy has run calls: what follows their results is another
+    answer."""
     if isinstance(fields.get("content"), str):
-        return Message("assistant", fields.text("content"))
+        return [Message("assistant", fields.text("content"))]
+    out: list[Message] = []
+    blocks: list[Fields] = []
+    for block in fields.objects("content"):
+        if searches and block.get("type") == "web_search_tool_result":
+            if blocks:
+                out.append(_answer(blocks, searches=searches))
+            blocks = []
+            call_id = block.text("tool_use_id", "")
+            out.append(Message("tool", block_result(block), tool_call_id=call_id))
+        else:
+            blocks.append(block)
+    return [*out, _answer(blocks, searches=searches)] if blocks or not out else out
+
+
+def _answer(blocks: list[Fields], *, searches: bool) -> Message:
     message = Message("assistant")
     texts, thoughts = [], []
-    for block in fields.objects("content"):
+    for block in blocks:
         kind = block.text("type")
-        if kind == "tool_use":
+        is_search = searches and kind == "server_tool_use" and block.get("name") == WEB_SEARCH
+        if kind == "tool_use" or is_search:
             arguments = orjson.dumps(block.child("input").data).decode()
             call = ToolCall(block.text("id", ""), block.text("name", ""), arguments)
             message.tool_calls.append(call)
@@ -303,6 +340,7 @@ def _function(tool: Fields) -> dict[str, Any] | None:
         function = messages_function(
             kind, name if isinstance(name, str) else family(kind), tool.data
         )
+        function = function or search_function(kind, tool.backends)
         if function is None:
             tool.note("tools_left_out", kind)
         return function
@@ -356,15 +394,28 @@ def _head(call: Call, answer_id: str) -> dict[str, Any]:
     }
 
 
-def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name}
+def _blocks(call: Call, outcome: Outcome) -> Iterator[dict[str, Any]]:
+    message = outcome.message
+    if message.reasoning and call.extra["thinking"]:
+        yield {"type": "thinking", "thinking": message.reasoning, "signature": ""}
+    if message.text:
+        yield {"type": "text", "text": message.text}
+    for each in message.tool_calls:
+        yield {**_tool_use(each, call), "input": arguments_object(each)}
+    yield from map(result_block, outcome.results)
+
+
+def _tool_use(tool_call: ToolCall, call: Call) -> dict[str, Any]:
+    kind = "server_tool_use" if tool_call.name in call.provider_tools else "tool_use"
+    return {"type": kind, "id": tool_call.id, "name": tool_call.name}
 
 
 def _stop_reason(outcome: Outcome) -> str:
     if outcome.stop_string is not None:
         return "stop_sequence"
     if outcome.finish_reason is FinishReason.TOOL_CALLS:
-        return "tool_use"
+        ran_all = len(outcome.results) == len(outcome.message.tool_calls) > 0
+        return "pause_turn" if ran_all else "tool_use"
     return "max_tokens" if outcome.finish_reason is FinishReason.LENGTH else "end_turn"
 
 

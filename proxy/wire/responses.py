@@ -32,6 +32,13 @@ from proxy.wire.responses_stream import (
     response_object,
 )
 from proxy.wire.shown import block_text, shown
+from proxy.wire.web_search import (
+    WEB_SEARCH,
+    is_web_search,
+    item_search,
+    provider_tools,
+    search_function,
+)
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -63,8 +70,9 @@ class ResponsesDialect:
     route = "responses"
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
-        tools, deferred, kinds = offered_tools(fields)
-        items = parse_input(fields)
+        tools, deferred, kinds, provided = offered_tools(fields)
+        unfilled: list[tuple[Message, ToolCall]] = []
+        items = parse_input(fields, unfilled if provided else None)
         compacting = _takes_trigger(fields)
         instructions = fields.optional_text("instructions")
         if instructions:
@@ -87,6 +95,8 @@ class ResponsesDialect:
             conversation=conversation,
             options=options,
             stream=fields.flag("stream"),
+            provider_tools=provided,
+            unfilled=unfilled,
             free_form=frozenset(n for n, kind in kinds.items() if kind.startswith("custom")),
             extra={
                 "kinds": kinds,
@@ -136,11 +146,23 @@ def _is_user_message(item: Any) -> bool:
     return kind == "message" and item.get("role") == "user"
 
 
-def parse_input(fields: Fields) -> list[Message | AnswerPart]:
-    """The messages of the input. An item that the model cannot take is shown as text."""
+def parse_input(
+    fields: Fields, unfilled: list[tuple[Message, ToolCall]] | None = None
+) -> list[Message | AnswerPart]:
+    """The messages of the input. An item that the model cannot take is shown as text. Searches of
+    the web are calls if `unfilled` is given, which gets the results that are in the record."""
     if isinstance(fields.get("input"), str):
         return [Message("user", fields.text("input"))]
-    found = (_parse_item(item) for item in fields.objects("input"))
+    found: list[Message | AnswerPart | None] = []
+    for number, item in enumerate(fields.objects("input")):
+        if unfilled is not None and item.get("type") == "web_search_call":
+            call, text = item_search(item, number)
+            result = Message("tool", text or "", tool_call_id=call.id)
+            found += [Message("assistant", tool_calls=[call]), result]
+            if text is None:
+                unfilled.append((result, call))
+        else:
+            found.append(_parse_item(item))
     return [message for message in found if message is not None]
 
 
@@ -152,9 +174,10 @@ def _takes_trigger(fields: Fields) -> bool:
 
 def offered_tools(
     fields: Fields,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, str]]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, str], dict[str, dict[str, Any]]]:
     """See `parse_tools`: the tools of the request and of its items, those that a tool search has
-    found, and the kinds of all. With `tool_choice.allowed_tools` only these are offered.
+    found, the kinds of all, and those that the proxy runs itself. With `tool_choice.allowed_tools`
+    only these are offered.
 
     Raises RequestError if there are only tools that nobody runs here."""
     tools, found = fields.objects("tools"), list[Fields]()
@@ -173,7 +196,7 @@ def offered_tools(
         named = fields.child("tool_choice").objects("tools")
         allowed = {each.get("name") or each.get("type") for each in named}
         functions = [each for each in functions if each["function"]["name"] in allowed]
-    return functions, deferred, kinds
+    return functions, deferred, kinds, provider_tools([tool.data for tool in tools])
 
 
 def _is_list(value: Any) -> bool:
@@ -212,6 +235,8 @@ def parse_tools(tools: list[Fields]) -> tuple[list[dict[str, Any]], dict[str, st
             if name not in functions:
                 functions[name] = {"type": "function", "function": function}
                 kinds[name] = name
+        elif (searching := search_function(kind, tool.backends)) is not None:
+            functions.setdefault(WEB_SEARCH, {"type": "function", "function": searching})
         else:
             tool.note("tools_left_out", kind)
     return list(functions.values()), kinds
@@ -378,6 +403,8 @@ def _forced(fields: Fields, kinds: Mapping[str, str]) -> ForcedCall | None:
         return ForcedCall(fields.child("tool_choice").text("name"))
     if kind in kinds:  # a tool that is named by its type
         return ForcedCall(kind)
+    if is_web_search(kind) and WEB_SEARCH in fields.backends:
+        return ForcedCall(WEB_SEARCH)
     raise fields.refuse("tool_choice", "auto, none, required or a tool that the agent runs")
 
 

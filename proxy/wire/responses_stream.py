@@ -16,10 +16,17 @@ from proxy.conversation.free_form import free_text
 from proxy.conversation.references import AnswerPart, unknown_item
 from proxy.errors import ProxyError
 from proxy.records import FinishReason
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
+from proxy.rendering.deltas import (
+    Delta,
+    ReasoningDelta,
+    ResultDelta,
+    TextDelta,
+    ToolCallStart,
+)
 from proxy.wire.chat import openai_error
 from proxy.wire.client_tools import CLIENT_TOOLS, client_item
 from proxy.wire.dialect import Call, Outcome, Piece, SampledToken
+from proxy.wire.web_search import search_item
 
 Item = dict[str, Any]
 SUMMARY_MARK = "agentic-proxy:"
@@ -84,19 +91,26 @@ def response_object(call: Call, outcome: Outcome | None, output: list[Item]) -> 
 
 def output_items(call: Call, answer_id: str, outcome: Outcome) -> list[Item]:
     call.extra["id"] = response_id(answer_id, outcome.turn)
-    message = outcome.message
     if call.extra.get("compacting"):
         return [_compaction_item(answer_id, outcome)]
+    parts = [*outcome.before, outcome]
+    return [item for part in parts for item in _items(call, answer_id, part)]
+
+
+def _items(call: Call, answer_id: str, outcome: Outcome) -> list[Item]:
+    message = outcome.message
     items = []
     if message.reasoning:
         items.append(_reasoning_item(item_id("rs", answer_id, outcome.turn), message.reasoning))
     if message.text or not message.tool_calls:
         message_id = item_id("msg", answer_id, outcome.turn)
         items.append(_message_item(message_id, message.text, outcome.tokens))
-    return items + [
+    calls = [
         call_item(call, tool_call, outcome.turn, position)
         for position, tool_call in enumerate(message.tool_calls)
+        if tool_call.name not in call.provider_tools
     ]
+    return [*items, *calls, *(search_item(each, outcome.turn) for each in outcome.results)]
 
 
 def call_item(call: Call, tool_call: ToolCall, turn: int, position: int) -> Item:
@@ -138,6 +152,8 @@ class ResponsesWriter:
         self._calls = 0
         self._sequence = 0
         self._output: list[Item] = []
+        self._answer_at = 0
+        """Where in it the items of the answer begin that is being sent."""
         self._open: Item | None = None
         self._text = ""
         """Text or arguments of the open item so far."""
@@ -192,7 +208,7 @@ class ResponsesWriter:
     def _delta(self, delta: Delta, tokens: Sequence[SampledToken] = ()) -> Iterator[bytes]:
         """`tokens` are those of a text's delta."""
         if isinstance(delta, TextDelta):
-            text, again = delta.text, any(item["type"] == "message" for item in self._output)
+            text, again = delta.text, self._has_message
             yield from self._enter(_message_item(self._item_id("msg"), "", []))
             if again and not self._text:  # `normalised` joins by a line break
                 text = text.removeprefix("\n")
@@ -205,6 +221,11 @@ class ResponsesWriter:
         elif isinstance(delta, ToolCallStart):
             yield from self._close()
             yield from self._enter_call(ToolCall(delta.id, delta.name, ""))
+        elif isinstance(delta, ResultDelta):
+            yield from self._close()
+            yield from self._searched(delta)
+            self._calls, self._answer_at = 0, self._at
+            self._text, self._tokens = "", []
         elif self._call_open is not None:
             self._text += delta.text
             if self._open is not None and self._open["type"] == "function_call":
@@ -221,6 +242,8 @@ class ResponsesWriter:
 
     def _enter_call(self, call: ToolCall) -> Iterator[bytes]:
         self._call_open, self._text = call, ""
+        if call.name in self._call.provider_tools:
+            return  # its item is sent with its result
         if self._call.extra["kinds"].get(call.name) in CLIENT_TOOLS:
             return  # the form of its item depends on the arguments
         self._open = call_item(self._call, call, self._turn, self._calls)
@@ -251,6 +274,10 @@ class ResponsesWriter:
         """Ends a call. The input of a free-form tool is a value inside the arguments, so it is sent
         only when they are complete."""
         call.arguments = self._text
+        if call.name in self._call.provider_tools:
+            self._calls += 1
+            self._call_open = None
+            return
         item = call_item(self._call, call, self._turn, self._calls)
         self._calls += 1
         if self._open is None:
@@ -265,6 +292,16 @@ class ResponsesWriter:
         yield self._done(item)
         self._open = self._call_open = None
 
+    def _searched(self, result: ResultDelta) -> Iterator[bytes]:
+        """The events of a search that the proxy has made."""
+        item = search_item(result, self._turn)
+        place = {"item_id": item["id"], "output_index": self._at}
+        begun = {**item, "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=self._at, item=begun)
+        for state in ("in_progress", "searching", "completed"):
+            yield self._event(f"response.web_search_call.{state}", **place)
+        yield self._done(item)
+
     def _call_event(self, kind: str, **fields: Any) -> bytes:
         item = self._open or {}
         family = "custom_tool_call" if item["type"] == "custom_tool_call" else "function_call"
@@ -278,6 +315,10 @@ class ResponsesWriter:
 
     def _item_id(self, kind: str) -> str:
         return item_id(kind, self._id, self._turn)
+
+    @property
+    def _has_message(self) -> bool:
+        return any(item["type"] == "message" for item in self._output[self._answer_at :])
 
     @property
     def _at(self) -> int:

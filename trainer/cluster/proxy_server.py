@@ -21,7 +21,7 @@ from pydantic import Field
 
 from agent_loop.trial.config import RecordingConfig
 from proxy.client import ProxyClient, ProxyClientError
-from proxy.config import ENVIRONMENT_PREFIX
+from proxy.config import ENVIRONMENT_PREFIX, ToolsConfig
 from proxy.engines import guard
 from proxy.extras.rules.rules import Rules
 from proxy.machine.direct_hosts import with_direct_hosts
@@ -68,6 +68,8 @@ class ProxyServerConfig(RecordingConfig):
     rules: Rules = Field(default_factory=list)
     """Searches that the started proxy makes in every recorded turn. They mark its session, and may
     end the trial or set its reward to 0 (docs/view.md)."""
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    """Tools of a provider that the started proxy runs."""
     start_timeout_s: float = Field(60.0, gt=0)
     """Seconds that the proxy may take to answer after its start."""
 

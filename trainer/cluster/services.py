@@ -139,6 +139,7 @@ class RunServices:
             "retention": config.retention.model_dump(),
             "telemetry": config.telemetry.model_dump(),
             "run": str(self.folder.path.absolute()),
+            "tools": server.tools.model_dump(),
             "rules": [rule.model_dump(mode="json") for rule in server.rules],
             "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
             **workers.proxy_settings,

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from proxy.config import SessionsConfig
+from proxy.config import SessionsConfig, ToolsConfig
 from proxy.conversation.messages import Conversation, Message, load_answer
 from proxy.errors import EngineError, ProxyError, StoreError
 from proxy.metrics import Metrics
@@ -33,6 +33,7 @@ from proxy.serving.asked import Caller
 from proxy.serving.backend import Backend
 from proxy.serving.calls import Calls
 from proxy.serving.ownership import Ownership
+from proxy.serving.provider_tools import ProviderTools
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.settings.profiles import Profiles
 from proxy.store.protocol import Undelivered
@@ -62,6 +63,7 @@ class Process:
             Metrics(),
             self.ownership,
             self.deliveries,
+            ProviderTools(ToolsConfig(), store),
             context_tokens=None,
             call_timeout_s=60.0,
         )
