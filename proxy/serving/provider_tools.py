@@ -24,10 +24,10 @@ from proxy.conversation.message_keys import ConversationKey, Key, message_digest
 from proxy.conversation.messages import Message, ToolCall, arguments_object, load_answer
 from proxy.conversation.recorded import load_request
 from proxy.errors import ConfigurationError
-from proxy.plugins import load_plugin
 from proxy.records import EMPTY_IDS
 from proxy.rendering.deltas import ResultDelta
 from proxy.serving.asked import Asked, request_key
+from proxy.settings.plugins import load_plugin
 from proxy.store.protocol import Store
 from proxy.wire.dialect import Call, Outcome
 from proxy.wire.web_search import (

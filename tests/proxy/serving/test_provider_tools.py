@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.engines.scripted import Fault, ScriptedEngine
 from proxy.errors import ConfigurationError
 from proxy.records import Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
+from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from tests.proxy.conftest import RunningProxy, StartProxy, starting_proxies
 
 CALL = '<tool_call>\n{"name": "web_search", "arguments": {"query": "otters"}}\n</tool_call>'
