@@ -56,6 +56,22 @@ class ScriptedTrainer:
         return SentWeights({})
 
 
+def test_runs_proxy_loads_its_search(tiny_model: Path, tmp_path: Path) -> None:
+    tools = {"web_search": "no_such_module:search"}
+    config = config_of(tiny_model, proxy_server={"tools": tools})
+    folder, control = RunFolder.create(tmp_path / "a"), RunControl()
+
+    async def start() -> None:
+        cluster = FakeCluster(config, folder, control)
+        zero = ScriptedTrainer().rank_zero
+        around = RunServices(config, folder, control, cluster, zero, lambda _: None)
+        async with around.running():
+            pytest.fail("the proxy has started")
+
+    with pytest.raises(TrainerError, match="no_such_module"):
+        asyncio.run(start())
+
+
 def test_engine_that_ends_is_replaced_and_gets_the_weights_until_its_restarts_are_used_up(
     tiny_model: Path, tmp_path: Path
 ) -> None:
