@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,18 @@ class Agent:
         if self.text_only or part > 1:
             return steps
         made = Counter(name for step in steps for name, _ in step.calls)
+        return [*steps, *self.drawn(tools, workspace, made)]
+
+    def drawn(
+        self, tools: list[dict[str, Any]], workspace: str, made: Counter[str]
+    ) -> Iterator[Step]:
+        """Each tool as often as it lacks of two calls, with arguments drawn from its schema."""
         for tool in tools:
             name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
-            steps += [
-                Step(((name, Drawn(workspace, awkward=awkward).of(parameters)),))
-                for awkward in (False, True)[made[name] :]
-                if name not in dict(self.last.calls)
-            ]
-        return steps
+            if name in dict(self.last.calls):
+                continue
+            for awkward in (False, True)[made[name] :]:
+                yield Step(((name, Drawn(workspace, awkward=awkward).of(parameters)),))
 
     def work_plan(self, _: list[dict[str, Any]], workspace: str, part: int) -> list[Step]:
         """The steps that do not come from the schemas of the tools."""

@@ -57,6 +57,8 @@ class Step:
 
 Plan = Callable[[list[dict[str, Any]], str, int], list[Step]]
 """The main agent's tools, its workspace, and the number of the part → the steps."""
+Drawing = Callable[[list[dict[str, Any]], str, Counter[str]], Iterator[Step]]
+"""The main agent's tools, its workspace, and the number of calls of each tool → more steps."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class Policy:
         proxy: RunningProxy,
         writer: Writer,
         plan: Plan,
+        late: Drawing | None,
         shell: Callable[[str], Call],
         *,
         trials: Path,
@@ -86,11 +89,11 @@ class Policy:
         one_call: bool,
         dies_at: int | None = None,
     ) -> None:
-        """`trials`: the folder of the trials' directories. `shell`: a command → the call that runs
-        it, for sub-agents. `last` ends a part. `reports`: the tool by which a sub-agent ends,
-        if it has one, with its arguments. `text_only`: the agent offers no tools. `one_call`:
-        an answer has one call at most. `dies_at`: the answer in whose middle the engine's
-        connection breaks."""
+        """`trials`: the folder of the trials' directories. `late`: what follows the first part's
+        plan, for tools that the agent offered later. `shell`: a command → the call that runs it,
+        for sub-agents. `last` ends a part. `reports`: the tool by which a sub-agent ends, if it has
+        one, with its arguments. `text_only`: the agent offers no tools. `one_call`: an answer has
+        one call at most. `dies_at`: the answer in whose middle the engine's connection breaks."""
         self._trials = trials
         self._last = last
         self._reports = reports
@@ -100,6 +103,7 @@ class Policy:
         self._proxy = proxy
         self._writer = writer
         self._plan = plan
+        self._late = late
         self._shell = shell
         self._steps: dict[int, Iterator[Step]] = {}
         self._answers: dict[tuple[int, ...], list[int]] = {}
@@ -163,7 +167,12 @@ class Policy:
     def _main(self, conversation: Conversation, workspace: str, part: int) -> Message:
         if part not in self._steps:
             self._steps[part] = self._one_by_one(self._plan(conversation.tools, workspace, part))
-        step = next(self._steps[part], self._last)
+        step = next(self._steps[part], None)
+        if step is None and self._late is not None and part == 1:
+            late = self._late(conversation.tools, workspace, self.counts())
+            self._steps[part] = self._one_by_one(list(late))
+            step = next(self._steps[part], None)
+        step = step or self._last
         self._expected = dict(step.files)
         results = [m.text for m in reversed(conversation.messages) if m.role == "tool"]
         return _message(_filled(step, results), "What is next?")

@@ -85,6 +85,7 @@ async def run_agent(
         proxy,
         writer,
         plan or agent.plan,
+        None if plan or agent.text_only else agent.drawn,
         agent.hands.shell,
         trials=folder / "trials",
         last=agent.last,

@@ -32,7 +32,7 @@ agent = Agent(name="worker", tools=[run_command], model=os.environ["OPENAI_MODEL
 
 
 async def main() -> None:
-    result = Runner.run_streamed(agent, os.environ["TASK_PROMPT"])
+    result = Runner.run_streamed(agent, os.environ["TASK_PROMPT"], max_turns=50)
     async for _ in result.stream_events():
         pass
 
