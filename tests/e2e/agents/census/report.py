@@ -13,7 +13,7 @@ from tests.e2e.agents.census.run import Row
 
 _HEAD = (
     "| agent | version | families | tools offered | driven | turns | paths | needless forks | "
-    "refused | arguments changed | other forks |\n" + "|---" * 11 + "|"
+    "refused | arguments changed | failures | other forks |\n" + "|---" * 12 + "|"
 )
 
 
@@ -40,6 +40,7 @@ def table(rows: Sequence[Row]) -> str:
             str(sum(len(row.needless) for row in own)),
             str(sum(len(row.refused) for row in own)),
             str(sum(len(row.changed) for row in own)),
+            str(sum(len(row.failed) for row in own)),
             ", ".join(f"{reason} {number}" for reason, number in sorted(other.items())),
         )
         lines.append(f"| {' | '.join(cells)} |")

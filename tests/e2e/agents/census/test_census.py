@@ -19,7 +19,7 @@ __all__ = ["pytestmark"]
 IN_CI = ("codex", "pi")
 LONG = (
     *("claude_code", "codex_default", "opencode", "opencode_responses", "opencode_messages"),
-    "qwen_code",
+    *("qwen_code", "gemini_cli", "kimi_code", "cline"),
 )
 
 
