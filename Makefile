@@ -96,7 +96,7 @@ $(HARBOR)/.ready: pyproject.toml
 agents: $(AGENTS)/.ready $(AGENTS)/frameworks/.ready $(AGENTS)/crewai/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready) ## install Claude Code, Codex, opencode, … in .agents/
 
 # Also the agents that only `make test-long` runs.
-agents-long: agents $(AGENTS)/gptme/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/vibe/.ready)
+agents-long: agents $(AGENTS)/census/.ready $(AGENTS)/gptme/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/vibe/.ready)
 
 # Each has dependencies that conflict with the others'. The last three need Python 3.12.
 PYTHON_AGENTS := python frameworks crewai gptme aider openhands vibe
