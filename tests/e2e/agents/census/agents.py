@@ -411,6 +411,15 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
             Hands.of_shell(_bash("none")),
             tuple(Step(text=f"I write it.\n\nout.txt\n```\n  é 😀 {n}\n```") for n in (1, 2)),
             text_only=True,
+            designs=(
+                Design(
+                    "restored session",
+                    _mentions("Part 2: ", ForkCause.NEW_CONVERSATION),
+                    "`--restore-chat-history` reads the history from `.aider.chat.history.md`: "
+                    "prompts without the reminder of the format, reasoning within the text, and "
+                    "the message about files after them",
+                ),
+            ),
         ),
         _sdk(root, "openai_sdk", "openai"),
         _sdk(root, "openai_sdk", "openai", "responses"),
