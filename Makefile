@@ -70,7 +70,6 @@ without-%:
 starter: setup
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out examples/mini_swe_agent/model
-	$(BIN)/python -m examples.starter_model --expert benchmarks.rewind.expert:transcript --transcripts 3840 --epochs 2 --max-loss 0.2 --out benchmarks/rewind/model
 	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 3840 --epochs 4 --batch 16 --max-loss 0.08 --out benchmarks/compaction/model
 
 dist: setup ## build the wheel and, with npm, the Helm chart in dist/, and the overrides that the extras need

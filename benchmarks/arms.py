@@ -32,7 +32,7 @@ COLOURS = ("#6e7781", "#1f6feb", "#d1242f")
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Example: Study("rewind", {"neither": [], "prefix": ["rollout.prefix.low=0.4"]})"""
+    """Example: Study("compaction", {"trained": [], "no_limit": ["rollout.group_size=4"]})"""
 
     name: str
     """The folder in `benchmarks` that has the task, and the folder in `runs`."""

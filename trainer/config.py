@@ -124,7 +124,7 @@ class TrainerConfig(ProcessesConfig):
                 yield f"agents.{name}: no agent: set command.argv, or one of python, http, …"
 
     def _swarm_batches(self) -> Iterator[str]:
-        for name in ("filter", "producer", "tree", "prefix"):
+        for name in ("filter", "producer"):
             if self.swarm is not None and getattr(self.rollout, name) is not None:
                 yield f"rollout.{name}: a swarm's clients choose the episodes; remove the key"
 
@@ -321,9 +321,8 @@ class TrainerConfig(ProcessesConfig):
 
     def _groups_have_a_baseline(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
-        tree = self.rollout.tree
-        branches = tree is not None and (tree.children > 1 or advantage.compares_trees)
-        if self.rollout.group_size == 1 and not branches and advantage.compares_within_group:
+        own = self.rollout.producer is not None  # which may add rollouts that branch from others
+        if self.rollout.group_size == 1 and not own and advantage.compares_within_group:
             yield (
                 f"rollout.group_size=1: algorithm.advantage.name={advantage.name} compares the "
                 "rollouts of a group, so a group of one trains nothing; use rollout.group_size=2 "
@@ -346,11 +345,11 @@ class TrainerConfig(ProcessesConfig):
     def _steps_train(self) -> Iterator[str]:
         """What a step on an invented batch shows, where the rollouts of a batch are known."""
         rollout = self.rollout
-        known = self.sft is None and self.swarm is None and rollout.tree is None
+        known = self.sft is None and self.swarm is None and rollout.producer is None
         compares = rollout.group_size > 1 or not self.algorithm.advantage.compares_within_group
         if known and compares:
             yield from settings_without_effect(self.algorithm, rollout.group_size)
-        if rollout.min_group_size > rollout.group_size and rollout.tree is None:
+        if rollout.min_group_size > rollout.group_size and rollout.producer is None:
             yield (
                 f"rollout.min_group_size={rollout.min_group_size} is above rollout.group_size="
                 f"{rollout.group_size}: every group would be replaced; lower it"
@@ -411,8 +410,6 @@ class TrainerConfig(ProcessesConfig):
             "algorithm.critic": self.algorithm.critic is not None,
             "algorithm.distillation": self.algorithm.distillation is not None,
             "algorithm.kl.reference": bool(self.algorithm.kl and self.algorithm.kl.reference),
-            "rollout.tree": self.rollout.tree is not None,
-            "rollout.prefix": self.rollout.prefix is not None,
         }
         for key in (key for key, is_set in alone.items() if is_set):
             yield f"{key}: not supported with trainer.policies; remove one of them"

@@ -30,7 +30,6 @@ from agent_loop.producers.groups import (
     Intake,
     ProductionError,
 )
-from agent_loop.producers.prefix_sampling import PrefixSampler
 from agent_loop.producers.protocol import Production, RunsTrials
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.slots import TrialSlots
@@ -85,7 +84,6 @@ class AsyncProducer:
         self._ending: set[asyncio.Task[None]] = set()
         self._ready: dict[int, Group] = {}
         self._intake = Intake(config)
-        self._prefixes = None if config.prefix is None else PrefixSampler(config.prefix)
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self.counts = self._intake.counts
@@ -107,8 +105,6 @@ class AsyncProducer:
             self._tasks.restore(cursor)
         if (intake := restored.intake or saved.get("intake")) is not None:
             self._intake.restore(intake)
-        if self._prefixes is not None:
-            self._prefixes.restore(saved.get("prefixes", {}))
         self._expire()
         self._admit()
 
@@ -164,7 +160,6 @@ class AsyncProducer:
             "batches": self._batches,
             "cursor": self._tasks.state(),
             "intake": self._intake.state(),
-            **({} if self._prefixes is None else {"prefixes": self._prefixes.state()}),
         }
 
     def acknowledge(self, state: Mapping[str, Any]) -> None:
@@ -232,8 +227,6 @@ class AsyncProducer:
             version=lambda: self.version,
             slots=self._slots,
             straggler_factor=None if tail else self._config.straggler_factor,
-            tree=self._config.tree,
-            prefixes=self._prefixes,
         )
         task = asyncio.get_running_loop().create_task(self._produce(drawn.number, run, written))
         self._running[drawn.number] = _Running(drawn, run, task)

@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.producers.prefix_sampling import PrefixSampler
 from agent_loop.producers.protocol import RunsTrials
 from agent_loop.producers.rollout_config import RolloutConfig
-from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import Origin, SessionKind
 
@@ -52,8 +50,8 @@ def rollout_seed(seed: int, group_number: int, *place: int) -> int:
 
 @dataclass(slots=True)
 class GroupRun:
-    """`size` rollouts of one task, in the order of their places, and after them the rollouts that
-    branch from them.
+    """`size` rollouts of one task, in the order of their places. A subclass may begin them with
+    recorded turns, and add others (`run`).
 
     Each rollout calls `version` for the policy's version when it starts, which may be later than
     its siblings'. Cancelling `run` ends all rollouts.
@@ -68,9 +66,6 @@ class GroupRun:
     slots: asyncio.Semaphore
     kind: SessionKind = SessionKind.TRAIN
     straggler_factor: float | None = None
-    tree: TreeConfig | None = None
-    prefixes: PrefixSampler | None = None
-    """Chooses where the group begins; None: at the start."""
     oldest_start: int | None = None
     """The policy's version when the first of its trials started; None before that."""
     _limits: dict[Place, tuple[float, asyncio.Timeout]] = field(default_factory=dict)
@@ -80,35 +75,15 @@ class GroupRun:
     time, so that it may end long before the rollouts from which others branch."""
 
     async def run(self) -> Group:
-        origin = None if self.prefixes is None else self.prefixes.choose(self.task)
         async with asyncio.TaskGroup() as trials:
-            started = [trials.create_task(self._with_branches(n, origin)) for n in range(self.size)]
-        found = [trial.result() for trial in started]
-        first, branches = [trunk for trunk, _ in found], [b for _, own in found for b in own]
-        group = Group(f"g{self.number}", self.task, (*first, *branches))
-        if self.prefixes is not None:
-            self.prefixes.observe(group, origin)
-        return group
+            started = [trials.create_task(self.trial((n,))) for n in range(self.size)]
+        return self.finished([trial.result() for trial in started])
 
-    async def _with_branches(
-        self, number: int, origin: Origin | None
-    ) -> tuple[Rollout, list[Rollout]]:
-        """A rollout, and those that branch from it."""
-        trunk = await self._one((number,), origin)
-        points = [] if self.tree is None else self.tree.points(trunk)
-        places = [
-            (number, turn, child)
-            for turn in points
-            for child in range(self.tree.children if self.tree else 0)
-        ]
-        async with asyncio.TaskGroup() as trials:
-            started = [
-                trials.create_task(self._one(place, Origin(trunk.trial_id, place[1])))
-                for place in places
-            ]
-        return trunk, [trial.result() for trial in started]
+    def finished(self, rollouts: Sequence[Rollout]) -> Group:
+        return Group(f"g{self.number}", self.task, tuple(rollouts))
 
-    async def _one(self, place: Place, origin: Origin | None = None) -> Rollout:
+    async def trial(self, place: Place, origin: Origin | None = None) -> Rollout:
+        """Waits for a slot and runs one trial, which begins with the recorded turns of `origin`."""
         seed = rollout_seed(self.seed, self.number, *place)
         async with self.slots:
             version = self.version()
@@ -192,7 +167,7 @@ class Intake:
         """Failed groups since the last group that did not fail."""
         self._hopeless = Tally()
         """Groups from the start without a trainable rollout since the last group that had one. A
-        group with a `rollout.prefix` also fails if the prefix's session was removed."""
+        group that begins with recorded turns also fails if their session was removed."""
         self.counts: Counter[str] = Counter()
         """Number of groups by `Verdict` over the run; `no_signal` counts the groups whose rewards
         are all equal, whether they were kept or not."""

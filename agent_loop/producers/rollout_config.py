@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from agent_loop.outside_parts import OwnFunction
-from agent_loop.producers.prefix_sampling import PrefixConfig
 from agent_loop.producers.protocol import PRODUCER_MEMBERS, Producer, RunsTrials
-from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Group
 from agent_loop.trial.config import SamplingConfig
 from proxy.errors import ConfigurationError
@@ -77,31 +75,17 @@ class RolloutConfig(SamplingConfig):
     another task."""
     straggler_factor: float | None = Field(None, gt=1)
     """A trial is aborted once it has run this many times as long as the median of its group's
-    finished trials, after half of the group has finished; branches of a `tree` do not count as
-    finished ones. None: never."""
+    finished trials, after half of the group has finished. None: never."""
     drop_uniform_groups: bool = False
     """Replace groups whose rewards are all equal, also those of single turns, by other groups
     (DAPO's dynamic sampling, arXiv 2503.14476)."""
-    tree: TreeConfig | None = None
-    """If set, rollouts branch from finished ones, in addition to `group_size`: their first calls
-    are answered from the recording (docs/rewind.md). Use with `algorithm.advantage=tree`."""
-    prefix: PrefixConfig | None = None
-    """If set, groups of tasks that nearly always fail or succeed begin with the turns of a recorded
-    trial (docs/rewind.md)."""
     filter: GroupFilter | None = None
     """A function of your own; a group for which it returns False is replaced by a group of another
     task. The run ends when `max_resamples` times `groups_per_step` groups in a row are left out."""
     producer: OwnProducer | None = None
-    """A function of your own that makes the producer, in place of the one of `trainer.mode`."""
+    """A function of your own that makes the producer, in place of the one of `trainer.mode`. See
+    `examples/branching` for rollouts that branch from others."""
     max_resamples: int = Field(4, ge=1)
     """Limit on the groups that are run for one batch, as a multiple of `groups_per_step`. With
     `drop_uniform_groups`, uniform groups are kept once the limit would be exceeded otherwise. The
     run ends when this many groups in a row have fewer trainable rollouts than `min_group_size`."""
-
-    @model_validator(mode="after")
-    def _branch_in_one_way(self) -> Self:
-        if self.tree is not None and self.prefix is not None:
-            raise ValueError(
-                "rollout.tree and rollout.prefix: both choose where rollouts begin; remove one"
-            )
-        return self

@@ -7,14 +7,10 @@ of the stream, groups in the order of their tasks, and rollouts in the order of 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from agent_loop.producers.groups import (
-    GroupRun,
-    Intake,
-)
-from agent_loop.producers.prefix_sampling import PrefixSampler
+from agent_loop.producers.groups import GroupRun, Intake
 from agent_loop.producers.protocol import RunsTrials
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group, Task
@@ -25,15 +21,22 @@ class SyncProducer:
     """Example: groups = await SyncProducer(loop, tasks, config, seed=0).next_batch(version=0)"""
 
     def __init__(
-        self, loop: RunsTrials, tasks: TaskStream, config: RolloutConfig, *, seed: int
+        self,
+        loop: RunsTrials,
+        tasks: TaskStream,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        make_group: Callable[..., GroupRun] = GroupRun,
     ) -> None:
+        """`make_group` is called with the arguments of `GroupRun`; it may return a subclass."""
         self._loop = loop
         self._tasks = tasks
         self._config = config
         self._seed = seed
         self._slots = asyncio.Semaphore(config.concurrency)
         self._intake = Intake(config)
-        self._prefixes = None if config.prefix is None else PrefixSampler(config.prefix)
+        self._make_group = make_group
         self.counts = self._intake.counts
         """Number of groups by `Verdict` over the run, and `no_signal`, as in `Intake`."""
 
@@ -53,16 +56,13 @@ class SyncProducer:
 
     def state(self) -> dict[str, Any]:
         """The state to store in a checkpoint that contains every batch so far."""
-        known = {} if self._prefixes is None else {"prefixes": self._prefixes.state()}
-        return {"cursor": self._tasks.state(), "intake": self._intake.state(), **known}
+        return {"cursor": self._tasks.state(), "intake": self._intake.state()}
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         """Starts production. `state` comes from the checkpoint that the trainer resumes from."""
         if state:
             self._tasks.restore(state["cursor"])
             self._intake.restore(state.get("intake", {}))
-            if self._prefixes is not None:
-                self._prefixes.restore(state.get("prefixes", {}))
 
     def set_version(self, version: int) -> None:
         """Does nothing: nothing is sampled between batches."""
@@ -86,7 +86,7 @@ class SyncProducer:
 
     def _next_group(self, version: int) -> GroupRun:
         number = self._tasks.cursor.draws
-        return GroupRun(
+        return self._make_group(
             self._loop,
             self.draw(),
             number=number,
@@ -95,6 +95,4 @@ class SyncProducer:
             version=lambda: version,
             slots=self._slots,
             straggler_factor=self._config.straggler_factor,
-            tree=self._config.tree,
-            prefixes=self._prefixes,
         )

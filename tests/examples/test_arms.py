@@ -7,14 +7,15 @@ import pytest
 
 from benchmarks.arms import Curve, Evaluation, Study, is_over, row, svg
 from benchmarks.compaction.__main__ import STUDY as COMPACTION
-from benchmarks.rewind.__main__ import STUDY as REWIND
 from trainer.settings.sources import load
+
+WITH_GOAL = Study("any", {"neither": [], "prefix": [], "trees": []})
 
 
 def test_goal_is_the_first_of_two_evaluations_in_a_row(tmp_path: Path) -> None:
     curve = _curve(tmp_path, [0.0, 0.9, 0.7, 0.8, 0.85])
     assert curve.reached(0.8) == Evaluation(step=6, tokens=600, success=0.8)
-    assert "| 6 | 600 |" in row(REWIND, "trees", 0, curve)
+    assert "| 6 | 600 |" in row(WITH_GOAL, "trees", 0, curve)
 
 
 def test_tokens_of_evaluations_are_not_counted(tmp_path: Path) -> None:
@@ -24,11 +25,11 @@ def test_tokens_of_evaluations_are_not_counted(tmp_path: Path) -> None:
 
 def test_run_is_over_at_the_goal_or_at_the_last_step(tmp_path: Path) -> None:
     curve = _curve(tmp_path, [0.0, 0.9, 0.7])
-    assert "not reached" in row(REWIND, "neither", 1, curve)
-    assert not is_over(REWIND, curve, steps=5)
-    assert is_over(REWIND, curve, steps=4)
-    assert is_over(REWIND, _curve(tmp_path, [0.0, 0.9, 0.8]), steps=99)
-    assert not is_over(REWIND, Curve.read(tmp_path / "none"), steps=1)
+    assert "not reached" in row(WITH_GOAL, "neither", 1, curve)
+    assert not is_over(WITH_GOAL, curve, steps=5)
+    assert is_over(WITH_GOAL, curve, steps=4)
+    assert is_over(WITH_GOAL, _curve(tmp_path, [0.0, 0.9, 0.8]), steps=99)
+    assert not is_over(WITH_GOAL, Curve.read(tmp_path / "none"), steps=1)
 
 
 def test_run_without_a_goal_goes_on_to_its_last_step(tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_run_without_a_goal_goes_on_to_its_last_step(tmp_path: Path) -> None:
 
 def test_image_has_a_line_per_run(tmp_path: Path) -> None:
     curve = _curve(tmp_path, [0.0, 1.0])
-    image = svg(REWIND, {("neither", 0): curve, ("prefix", 0): curve})
+    image = svg(WITH_GOAL, {("neither", 0): curve, ("prefix", 0): curve})
     assert image.count("50.0,310.0 850.0,50.0") == 2
     assert "dashed: 0.8" in image
     assert "dashed" not in svg(COMPACTION, {("masked", 0): curve})
@@ -48,9 +49,6 @@ def test_image_has_a_line_per_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("study", "arm", "names"),
     [
-        (REWIND, "neither", set()),
-        (REWIND, "prefix", {"rollout.prefix"}),
-        (REWIND, "trees", {"rollout.tree", "rollout.group_size", "algorithm.advantage"}),
         (COMPACTION, "masked", {"remote_agent.credit"}),
         (COMPACTION, "trained", set()),
         (COMPACTION, "no_limit", {"remote_agent.python"}),

@@ -38,11 +38,6 @@ SHIPPED = {
         "examples.mini_swe_agent.expert:transcript",
         ("--epochs", "4"),
     ),
-    "rewind": Shipped(
-        EXAMPLES.parent / "benchmarks/rewind/model",
-        "benchmarks.rewind.expert:transcript",
-        ("--transcripts", "3840", "--epochs", "2", "--max-loss", "0.2"),
-    ),
     "compaction": Shipped(
         EXAMPLES.parent / "benchmarks/compaction/model",
         "benchmarks.compaction.expert:transcript",

@@ -67,8 +67,6 @@ def test_resolved_configuration_is_read_back_equal(tmp_path: Path) -> None:
         ({"cluster": {"backend": "ray"}}, "cluster.backend=ray: not supported"),
         ({"swarm": {}}, "swarm: not supported"),
         ({"sft": {"sessions": ["recorded"]}}, "sft: not supported"),
-        ({"rollout": {"tree": {"every": 2}}}, "rollout.tree: not supported"),
-        ({"rollout": {"prefix": {}}}, "rollout.prefix: not supported"),
         ({"algorithm": {"preset": "ppo"}}, "algorithm.critic: not supported"),
     ],
 )

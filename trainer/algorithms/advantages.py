@@ -199,9 +199,10 @@ class PassAtK(Advantage):
 class Tree(Advantage):
     """Turn by turn, from Monte-Carlo values of the states between them; see `turn_values.py`.
 
-    For `rollout.tree`; without branches it is `rloo`. A turn gets its share of the advantage.
-    Rewards of single turns are ignored, unless the trial has no other; then their sum is its
-    reward. The KL divergence is ignored. arXiv 2604.11037, 2509.21240.
+    For rollouts that branch from others (`examples/branching`); without branches it is `rloo`. A
+    turn gets its share of the advantage. Rewards of single turns are ignored, unless the trial has
+    no other; then their sum is its reward. The KL divergence is ignored. arXiv
+    2604.11037, 2509.21240.
     """
 
     name: Literal["tree"] = "tree"

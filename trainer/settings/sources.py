@@ -160,6 +160,8 @@ SUCCESSORS: Mapping[str, str] = {
     "remote_agent.harbor_server_urls",
     "remote_agent.proxy_server_url": "proxy_server.url",
     "rollout.n": "rollout.group_size",
+    "rollout.prefix": "rollout.producer, with the target examples.branching.producers:prefixes",
+    "rollout.tree": "rollout.producer, with the target examples.branching.producers:trees",
     "train_dataset.batch_size": "rollout.groups_per_step",
     "train_dataset.path": "data.train_files",
     "trainer.default_local_dir": "trainer.run_dir",
@@ -206,8 +208,12 @@ SUCCESSORS_BY_LAST_NAME: Mapping[str, str] = {
 
 
 def successor(key: str) -> str | None:
-    """The name here of another trainer's key; None if it is not known."""
-    return SUCCESSORS.get(key) or SUCCESSORS_BY_LAST_NAME.get(key.rpartition(".")[2])
+    """The name here of another trainer's key, or of one that was here before, or of a section
+    that holds it; None if it is not known."""
+    parts = key.split(".")
+    sections = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    whole = next((SUCCESSORS[each] for each in sections if each in SUCCESSORS), None)
+    return whole or SUCCESSORS_BY_LAST_NAME.get(parts[-1])
 
 
 _NAMED = re.compile(r"^(agents|(?:agents\.[^.]+\.)?data\.(?:train|val)_sources)\.[^.]+")

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from agent_loop.producers.groups import GroupRun
-from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Rollout, Task
+from examples.branching.producers import TreeGroup
 from proxy.records import Origin, SessionKind
 from proxy.testing.scripted_engine import text_script
 from tests.e2e.agents.model import COMMANDS, play
@@ -59,10 +58,10 @@ async def test_tree_of_codex_trials_gives_advantages_per_turn(
         encode=tokenizer.encode,
         end_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")],
     )
-    group = await GroupRun(
+    group = await TreeGroup(
         CodexTrials(proxy, tmp_path / "trials"), Task("hi", {}), number=0, size=1, seed=0,
         version=lambda: 0, slots=asyncio.Semaphore(1),
-        tree=TreeConfig(every=1, children=1, max_points=1),
+        points=lambda trunk: [1], children=1,
     ).run()  # fmt: skip
 
     trunk, branch = group.rollouts

@@ -180,6 +180,7 @@ def test_every_successor_is_a_key() -> None:
     keys = {key.dotted for key in keys_of(TrainerConfig)}
     here = {*SUCCESSORS.values(), *SUCCESSORS_BY_LAST_NAME.values()}
     named = {word.rstrip(",") for text in here for word in text.split() if "." in word}
+    named = {word for word in named if not word.startswith("examples.")}
     assert named - keys <= {"algorithm.advantage.name"}
 
 
@@ -323,11 +324,19 @@ def test_groups_of_one_are_refused_if_the_baseline_is_the_groups_own(file: Path)
     assert load([file], words).rollout.group_size == 1
 
 
-def test_rollouts_that_branch_once_have_a_baseline_only_if_trees_are_compared(file: Path) -> None:
-    words = ["rollout.group_size=1", "rollout.tree.every=2", "rollout.tree.children=1"]
-    assert "algorithm.advantage.name=grpo compares" in error_of(file, *words)
-    for more in ("algorithm.advantage=tree", "rollout.tree.children=2"):
-        assert load([file], [*words, more]).rollout.group_size == 1
+def test_producer_of_ones_own_may_have_groups_of_one_because_it_may_add_branches(
+    file: Path,
+) -> None:
+    producer = "{target: 'examples.branching.producers:trees', settings: {every: 2}}"
+    words = ["rollout.group_size=1", f"rollout.producer={producer}", "algorithm.advantage=tree"]
+    assert load([file], words).rollout.group_size == 1
+
+
+@pytest.mark.parametrize("words", ["rollout.tree.every=2", "rollout.prefix.low=0.4"])
+def test_trees_and_prefixes_are_refused_with_their_successor(file: Path, words: str) -> None:
+    assert "rollout.producer, with the target examples.branching.producers:" in error_of(
+        file, words
+    )
 
 
 def test_contradictions_between_sections_are_reported_at_once_each_with_its_keys(

@@ -1,28 +1,29 @@
-"""Groups whose rollouts branch from finished ones: an unmodified agent, a real proxy, a scripted
-engine; and the choice of turns."""
+"""`examples/branching`: groups whose rollouts branch from finished ones: an unmodified agent, a
+real proxy, a scripted engine; and the choice of turns."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
-from pydantic import ValidationError
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
-from agent_loop.producers.groups import GroupRun, rollout_seed
-from agent_loop.producers.trees import TreeConfig, turn_surprise
+from agent_loop.producers.groups import rollout_seed
+from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
+from agent_loop.tasks import Source, TaskStream
 from agent_loop.trajectory import build_segments
 from agent_loop.trial.config import TrialConfig
+from examples.branching.producers import TreeGroup, trees, turn_surprise
 from proxy.testing.scripted_engine import text_script
 from tests.agent_loop.recorded import turn
 from tests.agent_loop.scripted_loop import ScriptedLoop
@@ -46,17 +47,25 @@ def rollout(*logprobs: float) -> Rollout:
     return Rollout("t", Task("t", {}), RolloutStatus.DONE, 1.0, segments=build_segments(turns))
 
 
+def points(trunk: Rollout, **settings: Any) -> list[int]:
+    """The turns at which others branch from this rollout."""
+    stream = TaskStream([Source("s", [trunk.task])], seed=0)
+    group = trees(ScriptedLoop(), stream, RolloutConfig(), 0, **settings)._next_group(0)
+    assert isinstance(group, TreeGroup)
+    return [*group.points(trunk)]
+
+
 def test_every_kth_turn_is_chosen_up_to_the_bound() -> None:
     trunk = rollout(*[-1.0] * 7)
-    assert TreeConfig(every=1).points(trunk) == [1, 2, 3, 4, 5, 6]
-    assert TreeConfig(every=3).points(trunk) == [3, 6]
-    assert TreeConfig(every=2, max_points=2).points(trunk) == [2, 4]
+    assert points(trunk, every=1) == [1, 2, 3, 4, 5, 6]
+    assert points(trunk, every=3) == [3, 6]
+    assert points(trunk, every=2, max_points=2) == [2, 4]
 
 
 def test_most_uncertain_turns_have_the_lowest_mean_log_probability() -> None:
     trunk = rollout(-9.0, -0.1, -2.0, -0.5, -3.0)
     assert turn_surprise(trunk) == pytest.approx({0: 9.0, 1: 0.1, 2: 2.0, 3: 0.5, 4: 3.0})
-    assert TreeConfig(most_uncertain=2).points(trunk) == [2, 4]
+    assert points(trunk, most_uncertain=2) == [2, 4]
 
 
 def test_turns_before_a_call_are_found_by_its_name_or_its_arguments() -> None:
@@ -67,24 +76,29 @@ def test_turns_before_a_call_are_found_by_its_name_or_its_arguments() -> None:
         9: "submit {}",  # not trained
     }
     trunk = replace(rollout(*[-1.0] * 5), turn_calls=calls)
-    assert TreeConfig(before_call=re.compile("^submit ")).points(trunk) == [1]
-    assert TreeConfig(before_call=re.compile("git commit")).points(trunk) == [3]
-    assert TreeConfig(before_call=re.compile("submit ")).points(trunk) == [1, 3]
-    assert TreeConfig(before_call=re.compile("")).points(trunk) == [1, 2, 3, 4]
+    assert points(trunk, before_call="^submit ") == [1]
+    assert points(trunk, before_call="git commit") == [3]
+    assert points(trunk, before_call="submit ") == [1, 3]
+    assert points(trunk, before_call="") == [1, 2, 3, 4]
 
 
 def test_rollout_without_a_reward_is_not_branched() -> None:
     trunk = rollout(-1.0, -1.0)
     failed = Rollout("t", trunk.task, RolloutStatus.FAILED, None, segments=trunk.segments)
-    assert TreeConfig(every=1).points(failed) == []
+    assert points(failed, every=1) == []
 
 
 @pytest.mark.parametrize(
     "given", [{}, {"every": 2, "most_uncertain": 1}, {"every": 2, "before_call": "a"}]
 )
-def test_one_way_to_choose_turns_is_required(given: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="set one of them"):
-        TreeConfig.model_validate(given)
+def test_one_way_to_choose_turns_is_required(given: dict[str, Any]) -> None:
+    stream = TaskStream([Source("s", [Task("t", {})])], seed=0)
+    with pytest.raises(ValueError, match="set one of"):
+        trees(ScriptedLoop(), stream, RolloutConfig(), 0, **given)
+
+
+def every_turn(trunk: Rollout) -> list[int]:
+    return [turn for turn in turn_surprise(trunk) if turn > 0]
 
 
 def test_branches_that_end_soon_do_not_make_other_rollouts_stragglers() -> None:
@@ -92,10 +106,10 @@ def test_branches_that_end_soon_do_not_make_other_rollouts_stragglers() -> None:
     the 15 s between the first rollouts to end."""
     seconds = {rollout_seed(2, 0, number): s for number, s in enumerate((10.0, 20.0, 25.0, 28.0))}
     seconds[rollout_seed(2, 0, 0, 1, 3)] = 500.0
-    group = GroupRun(
+    group = TreeGroup(
         ScriptedLoop(duration=lambda seed: seconds.get(seed, 1.0), version_now=lambda: 0),
         Task("t", {}), number=0, size=4, seed=2, version=lambda: 0, slots=asyncio.Semaphore(99),
-        straggler_factor=2.0, tree=TreeConfig(every=1, children=4),
+        straggler_factor=2.0, points=every_turn, children=4,
     )  # fmt: skip
     found = run_in_virtual_time(group.run())
     assert len(found.rollouts) == 4 + 4 * 4
@@ -128,9 +142,9 @@ async def test_rollouts_of_a_group_branch_from_its_first_one(
         trial=TrialConfig(max_retries=0),
     )
     task = Task("t", {"prompt": "Count.", "turns": TURNS})
-    group = GroupRun(
+    group = TreeGroup(
         loop, task, number=4, size=1, seed=2, version=lambda: 0, slots=asyncio.Semaphore(2),
-        tree=TreeConfig(every=1, children=2),
+        points=every_turn, children=2,
     )  # fmt: skip
     try:
         found = await group.run()

@@ -1,4 +1,5 @@
-"""Groups that begin with recorded turns of a rare success, or of a rare failure."""
+"""`examples/branching`: groups that begin with recorded turns of a rare success, or of a rare
+failure."""
 
 from __future__ import annotations
 
@@ -12,20 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
-from agent_loop.producers import prefix_sampling
-from agent_loop.producers.prefix_sampling import PrefixConfig, PrefixSampler
 from agent_loop.producers.rollout_config import RolloutConfig
-from agent_loop.producers.sync import SyncProducer
-from agent_loop.producers.trees import TreeConfig
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.tasks import Source, TaskStream
 from agent_loop.trajectory import build_segments
 from agent_loop.trial.config import TrialConfig
+from examples.branching import producers
+from examples.branching.producers import PrefixProducer, PrefixSampler, Rates, prefixes
 from proxy.testing.scripted_engine import text_script
 from tests.agent_loop.recorded import turn
 from tests.agent_loop.test_remote_agent_loop import AGENT
@@ -34,7 +32,7 @@ from tests.proxy.conftest import RunningProxy
 TASK = Task("t", {})
 TURNS = 10
 SIZE = 8
-CONFIG = PrefixConfig(low=0.2, high=0.8)
+CONFIG = Rates(low=0.2, high=0.8)
 
 
 def rollout(name: str, reward: float | None) -> Rollout:
@@ -133,16 +131,11 @@ def test_state_survives_as_json() -> None:
 
 
 def test_number_of_remembered_tasks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_sampling, "MAX_TASKS", 3)
+    monkeypatch.setattr(producers, "MAX_TASKS", 3)
     sampler = PrefixSampler(CONFIG)
     for number in range(5):
         sampler.choose(replace(TASK, task_id=str(number)))
     assert [name.split("\n")[-1] for name in sampler.state()] == ["2", "3", "4"]
-
-
-def test_trees_and_prefixes_exclude_each_other() -> None:
-    with pytest.raises(ValidationError, match="remove one"):
-        RolloutConfig(tree=TreeConfig(every=1), prefix=PrefixConfig())
 
 
 GRADE = "import sys; sys.exit('Path 1 ' not in open('answer').read())"
@@ -163,7 +156,7 @@ def paths() -> Callable[[str], str]:
 
 
 @asynccontextmanager
-async def producing(proxy: RunningProxy, folder: Path) -> AsyncIterator[SyncProducer]:
+async def producing(proxy: RunningProxy, folder: Path) -> AsyncIterator[PrefixProducer]:
     """One task, of which one in four rollouts from the start succeeds, and one group per step."""
     tokenizer = proxy.rendering.tokenizer
     proxy.engine.script = text_script(
@@ -179,13 +172,10 @@ async def producing(proxy: RunningProxy, folder: Path) -> AsyncIterator[SyncProd
         folder / "trials",
         trial=TrialConfig(max_retries=0),
     )
-    config = RolloutConfig(
-        groups_per_step=1, group_size=4, concurrency=2,
-        prefix=PrefixConfig(low=0.3, min_rollouts=4),
-    )  # fmt: skip
+    config = RolloutConfig(groups_per_step=1, group_size=4, concurrency=2)
     tasks = TaskStream([Source("s", [Task("t", {"prompt": "Go.", "turns": 3}, "s")])], seed=0)
     try:
-        yield SyncProducer(loop, tasks, config, seed=0)
+        yield prefixes(loop, tasks, config, 0, low=0.3, min_rollouts=4)
     finally:
         await loop.close()
 
@@ -206,6 +196,9 @@ async def test_second_group_of_a_hard_task_begins_with_turns_of_its_success(
     assert len(proxy.engine.calls) - calls == 4 * 2
     own = sum(len(call.answer_ids) for call in proxy.engine.calls[calls:])
     assert sum(r.sampled_tokens for r in second.rollouts) == own
+    assert [known["success"] for known in producer.state()["prefixes"].values()] == [
+        success.trial_id
+    ]
 
 
 async def test_group_whose_prefix_was_removed_is_replaced_even_if_a_step_has_one_group(
