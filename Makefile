@@ -95,7 +95,7 @@ $(HARBOR)/.ready: pyproject.toml
 agents: $(AGENTS)/.ready $(AGENTS)/frameworks/.ready $(AGENTS)/crewai/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/aider/.ready $(AGENTS)/openhands/.ready) ## install Claude Code, Codex, opencode, … in .agents/
 
 # Also the agents that only `make test-long` runs.
-agents-long: agents $(AGENTS)/census/.ready $(AGENTS)/gptme/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/vibe/.ready)
+agents-long: agents $(AGENTS)/gptme/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/vibe/.ready)
 
 # Each has dependencies that conflict with the others'. The last three need Python 3.12.
 PYTHON_AGENTS := python frameworks crewai gptme aider openhands vibe
@@ -164,7 +164,7 @@ test-fast: setup ## tests that start no other programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not programs and not slow" $(ARGS)
 
 test-long: setup sbom $(if $(NPM),agents-long) ## tests that take too long for CI (docs/notes/tested.md)
-	$(INSTALL) reference export-packages verifiers openenv phoenix fla fuzz $(if $(NPM),perfetto)
+	$(INSTALL) reference export-packages verifiers openenv phoenix fla fuzz $(if $(NPM),perfetto census)
 	$(BIN)/python -m pytest -m long $(ARGS)
 	mkdir -p .cache/fuzz
 	$(BIN)/python -m tests.proxy.wire.fuzz -max_total_time=600 .cache/fuzz
