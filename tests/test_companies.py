@@ -8,15 +8,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
 from agent_loop.extras.swarm.serve import _locked
+from harbor_sdk.server.serve import serve
 from proxy.errors import ConfigurationError
 from proxy.store import open_store
 from tests.company_network import DEAD, PROXY_NAMES
@@ -107,3 +110,17 @@ def test_a_swarm_server_names_a_file_system_without_locks(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(ConfigurationError, match=r"--state-dir .*gives no lock"), _locked(tmp_path):
         pass
+
+
+def test_a_harbor_server_names_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, before it opens its table of runs."""
+    harbor: Any = SimpleNamespace(run_trial=None)
+    monkeypatch.setitem(sys.modules, "harbor_sdk.trial", harbor)
+    monkeypatch.setattr("harbor_sdk.server.serve.hide_memory", lambda: None)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert serve({"state_dir": str(tmp_path), "tasks": [str(tmp_path)]}) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(rf"{tmp_path} gives no lock \(No locks available\).*--state-dir", line)
+    assert not (tmp_path / "runs.sqlite").exists()

@@ -47,6 +47,7 @@ from trainer.errors import ConfigError
 from trainer.extras.mirror import CheckpointMirror, CheckpointUploads
 from trainer.fit import Fit
 from trainer.learning.models import check_models
+from trainer.optimizer import check_optimizer
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog
@@ -203,6 +204,9 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
     check_models(config.model, config.algorithm, config.trainer.parallelism)
+    check_optimizer(config.optimizer)
+    if (critic := config.algorithm.critic) is not None:
+        check_optimizer(critic.optimizer, "algorithm.critic.optimizer")
     if config.proxy_server.llm_proxy_ip is not None:
         reach_directly(f"http://{config.proxy_server.llm_proxy_ip}")
     if config.relay.workers and config.engine.publish is None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Literal
 
@@ -296,13 +297,19 @@ def _build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _adamw_8bit(groups: Iterable[dict[str, object]], config: OptimizerConfig) -> Optimizer:
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
+def check_optimizer(config: OptimizerConfig, key: str = "optimizer") -> None:
+    """Raises ConfigError if a library is missing. `key`: where the section is."""
+    if config.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
         raise ConfigError(
-            "optimizer.name=adamw_8bit needs the package bitsandbytes; install it, or use adamw"
-        ) from error
+            f"{key}.name=adamw_8bit needs the package bitsandbytes; install it "
+            "(`pip install bitsandbytes`), or use adamw"
+        )
+
+
+def _adamw_8bit(groups: Iterable[dict[str, object]], config: OptimizerConfig) -> Optimizer:
+    check_optimizer(config)
+    from bitsandbytes.optim import AdamW8bit
+
     optimizer: Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     return optimizer
 

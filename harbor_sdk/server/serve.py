@@ -27,6 +27,10 @@ them."""
 _JSON_FLAGS = ("environment_kwargs", "environment_concurrency")
 
 
+class NoLockError(Exception):
+    """The file system of the state folder gives no locks."""
+
+
 def serve(given: Mapping[str, Any]) -> int:
     """Serves with these flags (name → value); variables of the environment give the others. Returns
     the exit code."""
@@ -45,7 +49,11 @@ def serve(given: Mapping[str, Any]) -> int:
     except (ValidationError, ValueError) as error:
         print(f"harbor-server: {error}", file=sys.stderr)
         return 2
-    lock = locked(config.state_dir)
+    try:
+        lock = locked(config.state_dir)
+    except NoLockError as error:
+        print(f"harbor-server: {error}", file=sys.stderr)
+        return 2
     if lock is None:
         print(
             f"harbor-server: another harbor-server uses {config.state_dir}: stop it, or pass "
@@ -64,6 +72,8 @@ def locked(state_dir: Path) -> IO[bytes] | None:
     """The lock of a state folder, held while the file is open; None if another process holds it.
 
     A second server on the folder would start queued runs again and report running ones as lost.
+
+    Raises NoLockError: nobody can hold it, as on NFS without a lock service.
     """
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = (state_dir / "lock").open("ab")
@@ -72,6 +82,12 @@ def locked(state_dir: Path) -> IO[bytes] | None:
     except BlockingIOError:
         file.close()
         return None
+    except OSError as error:
+        file.close()
+        raise NoLockError(
+            f"{state_dir} gives no lock ({error.strerror}), without which two servers could run "
+            "one trial twice; pass a --state-dir on a local disk"
+        ) from error
     return file
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from proxy.client import ProxyClient
+from proxy.records import Reward
 from proxy.run_files.files import read_jsonl
+from tests.company_network import PrivateAuthority
+from tests.proxy.commands.test_upstream import ASKS, serving, streamed
+from tests.proxy.hosted_model import HostedModel
 from tests.trainer.extras.sft.recorded import write_sessions
 from trainer.cli import main
 from trainer.policy.model import ModelConfig
@@ -109,6 +115,38 @@ def test_killed_run_continues_with_the_same_batches_to_the_same_weights(
     assert "was trained by imitation of answers recorded in" in report
     assert '"sft/loss":[[1,' in report
     Policy(ModelConfig(path=tmp_path / "whole" / "checkpoints" / "step-000008" / "model"))
+
+
+async def test_model_learns_from_the_recorded_text_of_a_hosted_model(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """`agentic-proxy serve --upstream`, then `agentic-train sft` on what it has recorded."""
+    hosted, (route, body) = HostedModel(), ASKS["chat"]
+    shell = {"name": "shell", "arguments": json.dumps({"command": "ls -l"})}
+    call = {"id": "a", "type": "function", "function": shell}
+    answer = {"content": "I look.", "tool_calls": [call]}
+    async with serving(tmp_path, PrivateAuthority(tmp_path), hosted) as url:
+        for number in range(4):
+            hosted.says = [(answer, "tool_calls")]
+            await streamed(f"{url}/trial-{number}", route, body)
+        key = (tmp_path / "agentic-proxy.db.admin-key").read_text().strip()
+        async with ProxyClient(url, key) as control:
+            for number in range(4):
+                await control.add_reward(f"trial-{number}", Reward("mine", 1.0))
+    config = configuration(tmp_path, tiny_model, tmp_path / "agentic-proxy.db", "taught")
+    words = (
+        "sft.kind=eval",
+        "sft.epochs=4",
+        "sft.batch_sessions=2",
+        "sft.held_out=0",
+        "optimizer.lr=1e-2",
+    )
+    done = await asyncio.to_thread(run, "sft", "--config", str(config), *words)
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path, "taught")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[-1]["sft/loss"] < 0.8 * lines[0]["sft/loss"]
+    assert RunFolder.open(tmp_path / "taught").read_summary()["status"] == "done"
 
 
 def test_missing_sessions_are_one_line_of_error(

@@ -302,6 +302,29 @@ def test_eight_bit_optimizer_with_unsupported_settings_is_refused(
     assert "name=adamw_8bit; use adamw" in line
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["optimizer.name=adamw_8bit"], "optimizer"),
+        (
+            ["algorithm.preset=ppo", "algorithm.critic.optimizer={name: adamw_8bit}"],
+            "algorithm.critic.optimizer",
+        ),
+    ],
+)
+def test_missing_package_of_the_eight_bit_optimizer_is_found_by_check(
+    config: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    key: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert main(["--config", str(config), "--check", *words]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"{key}.name=adamw_8bit needs the package bitsandbytes; install it" in line
+
+
 def test_check_loads_no_weights(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")

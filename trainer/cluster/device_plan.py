@@ -421,7 +421,8 @@ def _rank_memory(config: RanksConfig, settings: Any) -> RankMemory:
     algorithm, lora = config.algorithm, config.model.lora
     refers = algorithm.kl is not None and (algorithm.kl.reference is not None or lora is None)
     # A sequence that is longer than a micro-batch has a pass of its own.
-    longest = max(config.model.max_micro_batch_tokens, config.engine.max_context_tokens or 0)
+    context = config.engine.max_context_tokens or context_limit(settings)
+    longest = max(config.model.max_micro_batch_tokens, context)
     return rank_memory(
         settings,
         config.model.model_copy(update={"max_micro_batch_tokens": longest}),

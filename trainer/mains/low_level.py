@@ -47,11 +47,12 @@ async def train(
         drawn = [tasks.draw() for _ in range(config.rollout.groups_per_step)]
         groups = [await sample(agents, task, learner) for task in drawn]
         batch = trained_batch(groups)
-        metrics = learner.compute_logprobs(batch)
-        learner.compute_ref_logprobs(batch)
-        learner.compute_values(batch)
-        metrics |= learner.compute_advantages(batch)
-        metrics |= learner.update(batch)
+        with learner.engines_asleep():  # if `engine.sleep` is set, their memory is the trainer's
+            metrics = learner.compute_logprobs(batch)
+            learner.compute_ref_logprobs(batch)
+            learner.compute_values(batch)
+            metrics |= learner.compute_advantages(batch)
+            metrics |= learner.update(batch)
         metrics |= await engines.send_weights()
         metrics["reward/mean"] = float(batch.rewards.mean())
         history.append(metrics)

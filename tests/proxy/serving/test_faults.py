@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -140,6 +142,50 @@ async def test_call_is_refused_before_sampling_if_the_store_is_locked(
     assert (await proxy.post(session, "chat/completions", CHAT))[0] == 200
     _, turns = await proxy.record(session)
     assert [turn.status for turn in turns] == [TurnStatus.DONE]
+    await store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=2m", "small-disk", str(folder)]
+    mounted = subprocess.run(words, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"needs root, to mount a file system: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # the proxy ends later
+
+
+async def test_calls_are_refused_before_sampling_while_the_disk_is_full(
+    start_proxy: StartProxy, small_disk: Path
+) -> None:
+    store = SqliteStore(small_disk / "proxy.db")
+    proxy = await start_proxy(store=store)
+    session = await proxy.session()
+
+    async def answered() -> bool:
+        status, answer = await proxy.post(session, "chat/completions", CHAT)
+        assert status == 200 or (status, answer["error"]["type"]) == (503, "server_error")
+        return status == 200
+
+    assert await answered()
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space left"):
+        filler.write_bytes(bytes(4 << 20))
+    answers = 1
+    while await answered():  # in what the store's files have left
+        answers += 1
+        assert answers < 200
+    asked = len(proxy.engine.calls)
+    assert asked == answers
+    assert not await answered()
+    assert len(proxy.engine.calls) == asked
+    filler.unlink()
+    assert await answered()
+    _, turns = await proxy.record(session)
+    assert [turn.status for turn in turns] == [TurnStatus.DONE] * (answers + 1)
     await store.close()
 
 

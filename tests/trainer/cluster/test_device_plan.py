@@ -39,6 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=64,
         intermediate_size=2048,
         vocab_size=64000,
+        max_position_embeddings=2048,
         architectures=["Qwen3ForCausalLM"],
     ).save_pretrained(folder)
     return folder
@@ -60,6 +61,7 @@ def test_ranks_and_engines_have_gpus_of_their_own_if_there_are_enough(model: Pat
     sections = {
         "trainer": {"ranks": 2, "mode": "separate"},
         "engine": {"replicas": 3, "args": ("--tensor-parallel-size", "2")},
+        "rollout": {"concurrency": 1000},
     }
     plan = planned(model, [LARGE] * 8, **sections)
     assert (plan.ranks, plan.engines) == ((0, 1), ((2, 3), (4, 5), (6, 7)))
@@ -95,11 +97,12 @@ def test_copies_of_the_weights_are_named_and_each_has_fewer_shards(model: Path) 
 
 
 def test_a_single_gpu_is_shared_by_what_each_needs(model: Path) -> None:
-    plan = planned(model, [LARGE])
+    many = {"rollout": {"concurrency": 1000}}  # whose contexts have no room
+    plan = planned(model, [LARGE], **many)
     assert (plan.ranks, plan.engines) == ((0,), ((0,),))
     assert plan.share is not None
     assert plan.share * LARGE.memory + plan.rank.total < LARGE.memory
-    asleep = planned(model, [LARGE], engine={"sleep": True})
+    asleep = planned(model, [LARGE], engine={"sleep": True}, **many)
     assert asleep.share is not None
     assert asleep.share > plan.share
 
@@ -447,14 +450,16 @@ def test_cache_is_what_the_run_can_use(model: Path) -> None:
     assert own.kv_cache_gib == 20
 
 
-def test_engine_must_hold_the_checkpoints_own_context(tmp_path: Path, model: Path) -> None:
+def test_rank_and_engine_must_hold_the_checkpoints_own_context(tmp_path: Path, model: Path) -> None:
     settings = Qwen3Config.from_pretrained(model)
     settings.max_position_embeddings = 262_144
     settings.save_pretrained(tmp_path)
     two = [LARGE] * 2
     sections = {"engine": {"gpu_memory_share": 0.3}}
-    with pytest.raises(ConfigError, match=r"one sequence of 262,144 tokens 4\.0 GiB.*max_context"):
+    with pytest.raises(ConfigError, match=r"a rank needs .* a smaller .*engine.max_context_tokens"):
         planned(tmp_path, two, **sections)
+    with pytest.raises(ConfigError, match=r"one sequence of 262,144 tokens 4\.0 GiB.*max_context"):
+        plan_devices(config(tmp_path, **sections), two, trains=False)
     assert planned(tmp_path, two, engine={"gpu_memory_share": 0.3, "max_context_tokens": 8192})
 
 

@@ -55,3 +55,23 @@ def test_low_level_loop_updates_the_engine_in_every_step(
     assert learner.score([1, 2, 3]) != before
     assert all(metrics["mismatch/logp_abs_mean"] < 1e-5 for metrics in history)
     assert "step 3: reward" in capsys.readouterr().out
+
+
+def test_engines_of_a_shared_gpu_sleep_while_the_loop_trains(checkpoint: Path) -> None:
+    config = config_of(
+        checkpoint,
+        trainer={"steps": 1},
+        rollout={"groups_per_step": 1, "group_size": 2},
+        engine={"sleep": True},
+    )
+    learner = learner_of(config)
+    tasks = TaskStream([Source("s", [Task("a", {})])], seed=1)
+    with fake_engine() as (engine, url):
+        learner.connect([url])
+        trials = ScriptedTrials(scored_by(learner), None)
+        engines = RunEngines(RankZero(DirectTrainer(learner)), given_urls=[url])
+        asyncio.run(main_low_level.train(learner, engines, trials, tasks))
+        learner.close()
+        asked = [call for call in engine.calls if call in ("/sleep", "/wake_up", "/update_weights")]
+    update = ["/sleep", "/update_weights", "/wake_up"]  # vLLM pauses by the same route
+    assert asked == [*update, "/sleep", "/wake_up", *update]

@@ -21,6 +21,7 @@ from trainer.extras.sft.demonstrations import Demonstration, read_demonstrations
 from trainer.extras.sft.fit import SftFit
 from trainer.extras.sft.schedule import Schedule, split
 from trainer.fit import Ended
+from trainer.optimizer import check_optimizer
 from trainer.policy.model import context_limit, load_settings
 from trainer.run.control import RunControl
 from trainer.run.log import RunLog
@@ -53,6 +54,7 @@ def assemble_sft(config: TrainerConfig) -> SftParts:
     sft, server = config.sft, config.proxy_server
     if sft is None:
         raise ConfigError("sft.sessions: missing; give the folder or store of recorded sessions")
+    check_optimizer(config.optimizer)
     context_tokens = context_limit(load_settings(config.model.path))
     rendering = RenderingConfig(renderer=server.renderer, template_kwargs=server.template_kwargs)
     demonstrations = asyncio.run(
