@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -323,6 +324,24 @@ def test_missing_package_of_the_eight_bit_optimizer_is_found_by_check(
     assert main(["--config", str(config), "--check", *words]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert f"{key}.name=adamw_8bit needs the package bitsandbytes; install it" in line
+
+
+@pytest.mark.parametrize("words", [["--check"], []], ids=["check", "start"])
+def test_another_version_of_vllm_is_refused_before_anything_starts(
+    config: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+) -> None:
+    real = metadata.version
+    monkeypatch.setattr(
+        metadata, "version", lambda name: "0.33.0" if name.startswith("vllm") else real(name)
+    )
+    assert main(["--config", str(config), *words]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "vllm 0.33.0 is installed" in line
+    assert "pip install vllm==0.32.0" in line
+    assert not (config.parent / "runs").exists()
 
 
 def test_check_loads_no_weights(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
