@@ -41,12 +41,11 @@ from proxy.records import Mark
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.routing.router import Router
-from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.backend import Backend
-from proxy.serving.calls import Calls
 from proxy.serving.endpoints import AgentEndpoints
 from proxy.serving.forwarding import CONFIRMED_PATH
-from proxy.serving.ownership import Ownership
+from proxy.serving.incoming import IncomingCalls
+from proxy.serving.ownership import Deliveries, Ownership
 from proxy.serving.provider_tools import ProviderTools
 from proxy.serving.sessions import Sessions
 from proxy.settings.profiles import Profiles
@@ -58,7 +57,7 @@ from proxy.wire.registry import open_dialects
 
 ENDPOINTS = web.AppKey("endpoints", AgentEndpoints)
 CONTROL_PLANE = web.AppKey("control_plane", ControlPlane)
-CALLS = web.AppKey("calls", Calls)
+CALLS = web.AppKey("calls", IncomingCalls)
 RELAY = web.AppKey("relay", RelayHub)
 STORE: web.AppKey[Store] = web.AppKey("store")
 VIEW = web.AppKey("view", ViewApi)
@@ -158,7 +157,7 @@ def _parts(
             call_timeout_s=config.limits.call_timeout_s,
             on_recorded=watch.recorded,
         )
-        app[CALLS] = calls = Calls(backend, sessions, config.sessions)
+        app[CALLS] = calls = IncomingCalls(backend, config.sessions)
         if config.relay.token is not None:
             app[RELAY] = _open_relay(config, router)
         trimmer = Trimmer()

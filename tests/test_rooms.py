@@ -190,11 +190,12 @@ def room_imports() -> dict[str, set[str]]:
     return graph
 
 
-def reachable(start: str) -> set[str]:
+def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """Everything that `start` imports, directly or not."""
     seen: set[str] = set()
     waiting = [start]
     while waiting:
-        new = room_imports()[waiting.pop()] - seen
+        new = graph[waiting.pop()] - seen
         seen |= new
         waiting += new
     return seen
@@ -211,6 +212,22 @@ def extras_imported(by_extras: bool) -> set[tuple[str, str]]:
     }
 
 
+def circles(graph: dict[str, set[str]]) -> dict[str, list[str]]:
+    """Every name that is on a circle of imports, and what it imports of its circle."""
+    targets = {name: reachable(name, graph) for name in graph}
+    return {
+        name: sorted(other for other in graph[name] if name in targets[other])
+        for name in graph
+        if name in targets[name]
+    }
+
+
+@cache
+def file_imports() -> dict[str, set[str]]:
+    """The modules that each module imports, also under `TYPE_CHECKING` and inside functions."""
+    return {name: {*imported(name)} & modules().keys() - {name} for name in modules()}
+
+
 def definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
     for name, path in modules().items():
         for node in ast.walk(tree(path)):
@@ -219,9 +236,16 @@ def definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef 
 
 
 def test_no_two_rooms_import_each_other_directly_or_around_a_circle() -> None:
-    circles = {name: reachable(name) for name in room_imports() if name in reachable(name)}
-    inside = {name: sorted(targets & circles.keys()) for name, targets in circles.items()}
-    assert not inside
+    assert not circles(room_imports())
+
+
+def test_no_two_files_import_each_other_directly_or_around_a_circle() -> None:
+    assert not circles(file_imports())
+
+
+def test_circle_of_three_is_found_and_what_leads_into_it_is_not() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}
+    assert circles(graph) == {"a": ["b"], "b": ["c"], "c": ["a"]}
 
 
 def test_the_core_imports_no_extra() -> None:

@@ -42,8 +42,8 @@ from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.records.binary import CONTENT_TYPE, encode_record
 from proxy.routing.router import Router
 from proxy.sampling import check_pinned
-from proxy.serving.arrived_answers import Deliveries
 from proxy.serving.forwarding import send_to_holder, was_forwarded
+from proxy.serving.ownership import Deliveries
 from proxy.serving.sessions import Sessions
 from proxy.store.protocol import SessionFilter, Store
 

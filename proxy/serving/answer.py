@@ -1,22 +1,29 @@
-"""Samples one answer, streams it while it is sampled, and makes the record of its turn.
+"""One answer of a call: its turn, from the intent to the record, with its parser and generation.
+
+    intent    the turn before sampling, which the call makes durable
+    sample    the engine's chunks go through the parser to the call's `AnswerStream`
+    finished  the turn to record
 
 Invariant: the turn holds exactly what the engine returned: each id with its log-probability and the
-version of the weights that sampled it, even if the answer was cut.
+version of the weights that sampled it, even if the answer was cut. Every watcher of a stream gets
+every piece from the first one on, whenever it joins. The stream ends once, with the recorded
+answers or with the error that ended the call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from msgspec import structs
 
 from proxy.conversation.free_form import with_free_calls
 from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
-from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.protocol import Chunk
+from proxy.errors import RequestError
 from proxy.extras.schedule.admission import RoomClaim
 from proxy.records import (
     FinishReason,
@@ -30,20 +37,77 @@ from proxy.records import (
 from proxy.records.alternatives import CollectedAlternatives
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
-from proxy.rendering.rendering import CONTEXT_TOKENS
+from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
 from proxy.rendering.stream import AnswerParser
 from proxy.rendering.whole import WholeParser
 from proxy.routing.generation import Generation, Seam
+from proxy.sampling import as_record, resolve
 from proxy.serving.asked import Asked
+from proxy.serving.backend import Backend
+from proxy.serving.sessions import LiveSession
 from proxy.serving.text_tokens import TextTokens
+from proxy.token_tree import Placement
 from proxy.wire.dialect import Outcome, Piece, SampledToken
-
-if TYPE_CHECKING:
-    from proxy.serving.call import LiveCall
-
 
 WAIT_SHARE = 0.1
 """The share of the time that a session has left for which one of its calls may be paused."""
+
+
+class AnswerStream:
+    """The pieces of a call's answers in order, followed by the answers themselves."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.followers: list[Callable[[], None]] = []
+        """Called after each piece, and at the end. They must not raise."""
+        self._ends: list[asyncio.Future[Sequence[Outcome]]] = []
+        self._result: Sequence[Outcome] | BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether `finish` or `fail` was called."""
+        return self._result is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the watchers got an error in the place of the answers."""
+        return isinstance(self._result, BaseException)
+
+    def push(self, piece: Piece) -> None:
+        """Adds a piece for all watchers."""
+        self.pieces.append(piece)
+        for follower in self.followers:
+            follower()
+
+    def finish(self, outcomes: Sequence[Outcome]) -> None:
+        """Ends the stream with the recorded answers."""
+        self._result = outcomes
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the stream with `error`, which every watcher raises."""
+        self._result = error
+        self._end()
+
+    def outcomes(self) -> asyncio.Future[Sequence[Outcome]]:
+        """The recorded answers, or the error that ended the call. Await it."""
+        end: asyncio.Future[Sequence[Outcome]] = asyncio.get_running_loop().create_future()
+        self._ends.append(end)
+        if self.ended:
+            self._end()
+        return end
+
+    def _end(self) -> None:
+        for follower in self.followers:
+            follower()
+        ends, self._ends = self._ends, []
+        for end in ends:
+            if end.done():  # its watcher has left
+                continue
+            if isinstance(self._result, BaseException):
+                end.set_exception(self._result)
+            elif self._result is not None:
+                end.set_result(self._result)
 
 
 class _TextEnded(Exception):
@@ -60,33 +124,60 @@ class LiveAnswer:
 
     def __init__(
         self,
-        call: LiveCall,
-        choice: int,
-        intent: Turn,
-        prompt: Ids,
-        sampling: Sampling,
+        backend: Backend,
+        live: LiveSession,
+        stream: AnswerStream,
         asked: Asked,
+        choice: int,
+        placement: Placement,
         continued: Outcome | None = None,
-        given: str | None = None,
     ) -> None:
-        """`choice` is the answer's index in the call; `intent` is its turn before sampling, and
-        `prompt` that turn's whole prompt; `continued` is the recorded answer that this one
-        continues with a call; `given` is the text of an answer that is not sampled."""
-        self._call = call
-        self._choice = choice
-        self._intent = intent
-        self._sampling = sampling
+        """`choice` is the answer's index in the call, `placement` its prompt's place in the tree;
+        `continued` is the recorded answer that this one continues with a call.
+
+        Raises RequestError if the request's options cannot be met.
+        """
+        self._backend = backend
+        self._live = live
+        self._stream = stream
         self._asked = asked
+        self._choice = choice
         self._continued = continued
-        self._given = given
-        self._prompt = prompt
+        self._prompt = placement.prompt
+        self._sampling = resolve(
+            live.session,
+            asked.request.options,
+            prompt_tokens=len(placement.prompt),
+            context_tokens=backend.room,
+            stop_token_ids=backend.rendering.stop_token_ids,
+            policy=asked.policy,
+            conversation=asked.request.conversation,
+            sibling=choice,
+            routed_tokens=live.tree.routed(placement.parent, placement.shared_tokens),
+            structured=_grammar(asked, placement.prompt, backend.rendering),
+        )
+        self.intent = Turn(
+            session_id=live.session.session_id,
+            index=len(live.tree),
+            parent=placement.parent,
+            shared_tokens=placement.shared_tokens,
+            fork_cause=placement.cause,
+            prompt_ids=placement.prompt_ids,
+            request_key=asked.request_key.stored(),
+            sampling=as_record(self._sampling),
+            dialect=asked.caller.dialect,
+            agent_id=asked.caller.agent_id,
+            started_at=time.time(),
+            request=live.tree.new_messages(asked.request.conversation, asked.keys),
+        )
+        self._given = None if live.branch is None else live.branch.given_answer(self.intent.index)
+        """The text of an answer that is not sampled."""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
-        self._alternatives = (
-            CollectedAlternatives(sampling.alternatives) if sampling.alternatives else None
-        )
+        alternatives = self._sampling.alternatives
+        self._alternatives = CollectedAlternatives(alternatives) if alternatives else None
         self._tokens: list[SampledToken] = []
-        self._text_tokens = _text_tokens(call)
+        self._text_tokens = _text_tokens(asked, backend.rendering)
         self._finish = FinishReason.CUT
         self._begun = time.perf_counter()
         self._first_token_s: float | None = None
@@ -94,11 +185,11 @@ class LiveAnswer:
         """Number of characters still to be left out, because they are the agent's own prefill."""
         self._parser = self._make_parser()
         self._generation = Generation(
-            call.backend.router,
+            backend.router,
             self._prompt,
-            sampling,
-            request_id=f"{intent.session_id}#{intent.index}",
-            session_id=intent.session_id,
+            self._sampling,
+            request_id=self._call_id,
+            session_id=self.intent.session_id,
             stream=self._streamed,
         )
 
@@ -108,7 +199,7 @@ class LiveAnswer:
         if self._given is not None:
             self._take_given(self._given)
             return
-        router = self._call.backend.router
+        router = self._backend.router
         if not router.schedules:
             await self._generate()
             return
@@ -137,7 +228,7 @@ class LiveAnswer:
             raise _TextEnded
 
     def _take_given(self, text: str) -> None:
-        rendering = self._call.backend.rendering
+        rendering = self._backend.rendering
         ids = [*rendering.tokenizer.encode(text), *rendering.stop_token_ids[:1]]
         self._take(Chunk(ids, [0.0] * len(ids)))
         self._finish = FinishReason.STOP
@@ -162,7 +253,7 @@ class LiveAnswer:
         said = self._without_prefill(message)
         self.key = self._answer_key(message)
         turn = structs.replace(
-            self._intent,
+            self.intent,
             sampled_ids=ids_of(self._ids),
             logprobs=logprobs_of(self._logprobs),
             versions=self._generation.versions,
@@ -189,8 +280,8 @@ class LiveAnswer:
             sampled_ids=turn.sampled_ids,
         )
         if not cut and (visible or tokens):
-            piece = Piece(self._choice, tuple(visible), tuple(tokens), self._intent.index)
-            self._call.stream.push(piece)
+            piece = Piece(self._choice, tuple(visible), tuple(tokens), self.intent.index)
+            self._stream.push(piece)
         return turn
 
     def _rest_of_tokens(self, deltas: list[Delta]) -> list[SampledToken]:
@@ -202,16 +293,20 @@ class LiveAnswer:
         return tokens
 
     @property
+    def _call_id(self) -> str:
+        return f"{self.intent.session_id}#{self.intent.index}"
+
+    @property
     def _claim(self) -> RoomClaim:
         """What decides whether the call waits for room in an engine's cache."""
-        intent, session = self._intent, self._call.live.session
+        intent, session = self.intent, self._live.session
         longest_s = [max(0.0, session.expires_at - time.time()) * WAIT_SHARE]
         timeout_s = self._asked.caller.timeout_s
         if timeout_s is not None and not self._asked.request.stream:
             longest_s.append(timeout_s / 2)
         again = self._choice > 0 and intent.fork_cause is ForkCause.SIBLING
         return RoomClaim(
-            call_id=f"{intent.session_id}#{intent.index}",
+            call_id=self._call_id,
             session_id=intent.session_id,
             prompt_tokens=len(intent.prompt_ids) if again else len(self._prompt),
             max_tokens=self._sampling.max_tokens,
@@ -226,10 +321,10 @@ class LiveAnswer:
 
     def _resumed(self, seam: Seam) -> None:
         """An engine failed in mid-answer, and another call of an engine continues the answer."""
-        self._call.backend.metrics.resumed(seam.cause.value)
-        self._call.live.publish(
+        self._backend.metrics.resumed(seam.cause.value)
+        self._live.publish(
             "resumed",
-            index=self._intent.index,
+            index=self.intent.index,
             at_token=seam.at_token,
             from_engine=seam.from_engine,
             to_engine=seam.to_engine,
@@ -247,11 +342,11 @@ class LiveAnswer:
         if self._text_tokens is not None:
             tokens = self._text_tokens.feed(chunk, deltas)
         else:
-            tokens = _shown(self._call, chunk)
+            tokens = _shown(self._asked, chunk, self._backend.rendering)
         self._tokens += tokens
         if deltas or tokens:
-            piece = Piece(self._choice, tuple(deltas), tuple(tokens), self._intent.index)
-            self._call.stream.push(piece)
+            piece = Piece(self._choice, tuple(deltas), tuple(tokens), self.intent.index)
+            self._stream.push(piece)
 
     def _make_parser(self) -> AnswerParser | PrefixParser:
         """A whole answer is parsed at its end, a stream in the way its model family allows."""
@@ -266,7 +361,7 @@ class LiveAnswer:
             "given_chars": self._begun_chars,
         }
         tools = self._asked.request.conversation.callable_tools
-        rendering = self._call.backend.rendering
+        rendering = self._backend.rendering
         if not plain and not self._streamed:
             return WholeParser(rendering, before, tools, **common)
         if not plain and rendering.markers is None:
@@ -310,7 +405,7 @@ class LiveAnswer:
         # Based on the conversation's key, because a forced call is not part of the conversation.
         asked = self._asked.keys[-1]
         if not isinstance(asked, RawKey):
-            return asked.answered(message, with_reasoning=self._call.live.tree.follows)
+            return asked.answered(message, with_reasoning=self._live.tree.follows)
         raw = self._asked.request.conversation.raw or ""
         return raw_key(raw + message.text if isinstance(raw, str) else [*raw, *self._ids])
 
@@ -333,11 +428,11 @@ async def sample_all(answers: Sequence[LiveAnswer]) -> None:
                 answer.cut()
 
 
-def replayed_outcome(
-    call: LiveCall, choice: int, turn: Turn, prompt: Ids, *, only_calls: bool
-) -> Outcome:
-    """Pushes a recorded answer to the watchers in one piece. `only_calls`: its text and reasoning
-    were sent before, with the answer that it continues."""
+def replayed_answer(
+    turn: Turn, prompt: Ids, asked: Asked, rendering: Rendering, choice: int, *, only_calls: bool
+) -> tuple[Piece, Outcome]:
+    """A recorded answer, in one piece for the watchers and as the agent gets it. `only_calls`: its
+    text and reasoning were sent before, with the answer that it continues."""
     message = load_answer(turn.answer) if turn.answer else Message("assistant")
     deltas: list[Delta] = []
     if message.reasoning and not only_calls:
@@ -345,20 +440,19 @@ def replayed_outcome(
     if message.text and not only_calls:
         deltas.append(TextDelta(message.text))
     send_calls([], message.tool_calls, deltas)
-    chunk = _recorded_chunk(turn, call.asked.request.options.top_logprobs)
-    text_tokens = _text_tokens(call)
+    chunk = _recorded_chunk(turn, asked.request.options.top_logprobs)
+    text_tokens = _text_tokens(asked, rendering)
     if text_tokens is None:
-        tokens = _shown(call, chunk)
+        tokens = _shown(asked, chunk, rendering)
     else:
         tokens = [*text_tokens.feed(chunk, deltas), *text_tokens.end()]
-    call.stream.push(Piece(choice, tuple(deltas), tuple(tokens), turn.index))
-    return Outcome(
+    return Piece(choice, tuple(deltas), tuple(tokens), turn.index), Outcome(
         message=message,
         finish_reason=turn.finish_reason or FinishReason.STOP,
         prompt_tokens=turn.prompt_tokens,
         cached_tokens=turn.shared_tokens,
         completion_tokens=len(turn.sampled_ids),
-        stop_string=_stop_string(call, turn, prompt),
+        stop_string=_stop_string(turn, prompt, asked, rendering),
         tokens=tokens,
         turn=turn.index,
         prompt_ids=prompt,
@@ -375,22 +469,22 @@ def _recorded_chunk(turn: Turn, top_logprobs: int) -> Chunk:
     return chunk
 
 
-def _stop_string(call: LiveCall, turn: Turn, prompt: Ids) -> str | None:
+def _stop_string(turn: Turn, prompt: Ids, asked: Asked, rendering: Rendering) -> str | None:
     """The stop string that ended a recorded answer, which is not recorded; None: none did."""
-    request, opening = call.asked.request, call.asked.opening.tolist()
+    request, opening = asked.request, asked.opening.tolist()
     options, conversation = request.options, request.conversation
     ended = turn.finish_reason is FinishReason.STOP
     if not ended or not options.stop or conversation.raw is not None:
         return None
     parser = WholeParser(
-        call.backend.rendering,
+        rendering,
         _before(prompt, len(opening)),
         conversation.callable_tools,
         stop=options.stop,
         calls=options.tool_calls,
         one_call=not options.parallel_calls,
         opening=opening,
-        given_chars=_given_chars(call.asked),
+        given_chars=_given_chars(asked),
     )
     parser.feed(turn.sampled_ids.tolist())
     parser.finish()
@@ -406,19 +500,37 @@ def _before(prompt: Ids, opening_tokens: int) -> Ids:
     return prompt[-CONTEXT_TOKENS - opening_tokens : -opening_tokens or None]
 
 
-def _text_tokens(call: LiveCall) -> TextTokens | None:
+def _grammar(asked: Asked, prompt: Ids, rendering: Rendering) -> dict[str, Any] | None:
+    """What the engine enforces in the answer. A required call is not the final message, which the
+    agent's format binds, so it is sampled as without a format. Raises RequestError."""
+    options, conversation = asked.request.options, asked.request.conversation
+    if options.structured is None or options.forced is not None:
+        return None
+    if conversation.raw is not None:
+        return options.structured
+    if conversation.prefill is not None:
+        raise RequestError(
+            "response_format: a format cannot be enforced in an answer that the request "
+            "begins; end with a user message",
+            param="response_format",
+        )
+    tools = conversation.tools if options.tool_calls else []
+    return rendering.bound_format(options.structured, prompt[-CONTEXT_TOKENS:], tools)
+
+
+def _text_tokens(asked: Asked, rendering: Rendering) -> TextTokens | None:
     """What tells the text's tokens from the others, if the agent asks for those."""
-    options = call.asked.request.options
+    options = asked.request.options
     if not options.logprobs or options.every_token:
         return None
-    return TextTokens(call.backend.rendering.tokenizer)
+    return TextTokens(rendering.tokenizer)
 
 
-def _shown(call: LiveCall, chunk: Chunk) -> list[SampledToken]:
+def _shown(asked: Asked, chunk: Chunk, rendering: Rendering) -> list[SampledToken]:
     """All tokens of the chunk, if the agent asks for log-probabilities."""
-    if not call.asked.request.options.logprobs:
+    if not asked.request.options.logprobs:
         return []
-    decode = call.backend.rendering.tokenizer.decode
+    decode = rendering.tokenizer.decode
     tops = chunk.top_logprobs or [[] for _ in chunk.ids]
     return [
         SampledToken(

@@ -9,8 +9,7 @@ from proxy.metrics import Metrics
 from proxy.records import Turn
 from proxy.rendering.rendering import Rendering
 from proxy.routing.router import Router
-from proxy.serving.arrived_answers import Deliveries
-from proxy.serving.ownership import Ownership
+from proxy.serving.ownership import Deliveries, Ownership
 from proxy.serving.provider_tools import ProviderTools
 from proxy.store.protocol import Store
 

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import Any
 
 from proxy.branching.divergence import RequestDifference
 from proxy.branching.prefix import Recognised, RecordedPrefix
 from proxy.branching.tolerance import Tolerance
 from proxy.conversation.messages import Conversation, Message
 from proxy.errors import Diverged
+from proxy.metrics import Metrics
 from proxy.records import FOLDER, BranchMode, Origin, Session, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Asked
@@ -40,18 +40,17 @@ from proxy.store.protocol import Store, Undelivered
 from proxy.token_tree import Node, TokenTree
 from proxy.wire.dialect import Outcome
 
-if TYPE_CHECKING:
-    from proxy.serving.backend import Backend
-    from proxy.serving.sessions import LiveSession
-
 ANSWERED = (TurnStatus.DONE, TurnStatus.CONTEXT)
 
 
 class LiveBranch:
     """The recorded turns of a branch, and which of them are still to be replayed."""
 
-    def __init__(self, origin: Origin, prefix: RecordedPrefix, tolerance: Tolerance) -> None:
+    def __init__(
+        self, store: Store, origin: Origin, prefix: RecordedPrefix, tolerance: Tolerance
+    ) -> None:
         self.origin = origin
+        self._store = store
         self.pending: set[int] = set()
         """Recorded answers that have not been sent to the agent."""
         self._stopped: str | None = None
@@ -80,41 +79,40 @@ class LiveBranch:
         same = tree.same_requests(asked.request_key)
         return [node for node in same if node.index < self.origin.turn]
 
-    def replays(self, live: LiveSession, asked: Asked) -> bool:
+    def replays(self, tree: TokenTree, retries: RetryBook, asked: Asked) -> bool:
         """Whether the request gets recorded answers, for which nothing is sampled."""
-        recorded = bool(self.recorded(live.tree, asked))
-        return recorded and isinstance(self.decide(live.tree, live.retries, asked), Replay)
+        recorded = bool(self.recorded(tree, asked))
+        return recorded and isinstance(self.decide(tree, retries, asked), Replay)
 
     async def open(
         self,
-        live: LiveSession,
+        tree: TokenTree,
+        retries: RetryBook,
         asked: Asked,
-        backend: Backend,
-        uninterrupted: Callable[[], AbstractContextManager[None]],
+        metrics: Metrics,
+        record: Callable[[str, dict[str, Any]], Awaitable[None]],
     ) -> Replay | RequestDifference | None:
         """How a call begins; None and a divergence (of a live branch): its answer is sampled.
 
-        What was tolerated or has diverged is recorded as an event, and counted. Raises Diverged if
-        the branch is strict."""
-        store, mode = backend.store, self.origin.mode
+        What was tolerated or has diverged is counted, and recorded as an event by `record`, which
+        gets its kind and its data. Raises Diverged if the branch is strict."""
+        mode = self.origin.mode
         if self._stopped is not None:
             raise Diverged(self._stopped)
-        decision = self.decide(live.tree, live.retries, asked)
+        decision = self.decide(tree, retries, asked)
         if isinstance(decision, Replay):
             tolerated = asked.recognised.tolerated if asked.recognised else []
             if tolerated:
-                with uninterrupted():
-                    differences = [asdict(difference) for difference in tolerated]
-                    turn = decision.indexes[0]
-                    await live.record(store, "tolerated", turn=turn, differences=differences)
-            self._taken(live.retries, decision.indexes)
-            backend.metrics.replayed(len(decision.indexes), tolerated=bool(tolerated))
+                differences = [asdict(difference) for difference in tolerated]
+                turn = decision.indexes[0]
+                await record("tolerated", {"turn": turn, "differences": differences})
+            self._taken(retries, decision.indexes)
+            metrics.replayed(len(decision.indexes), tolerated=bool(tolerated))
         elif decision is not None:
-            if await self._was_recorded_later(store, asked):
+            if await self._was_recorded_later(asked):
                 return None
-            backend.metrics.diverged(mode)
-            with uninterrupted():
-                await live.record(store, "diverged", mode=mode, **asdict(decision))
+            metrics.diverged(mode)
+            await record("diverged", {"mode": mode, **asdict(decision)})
             if mode is BranchMode.STRICT:
                 parent = self.origin.session_id
                 self._stopped = f"this branch of {parent!r} has stopped: {decision.text}"
@@ -122,14 +120,19 @@ class LiveBranch:
         return decision
 
     def required_call(
-        self, live: LiveSession, asked: Asked, said: Outcome, rendering: Rendering
+        self,
+        tree: TokenTree,
+        retries: RetryBook,
+        asked: Asked,
+        said: Outcome,
+        rendering: Rendering,
     ) -> Replay | None:
         """The recorded turn that continues the recorded answer `said` with the required call."""
         if said.turn >= self.origin.turn:
-            return live.retries.required_call(live, asked, said, rendering)
-        continued, _ = place_call(asked, said, live.tree, rendering)
-        found = tuple(node.index for node in self.recorded(live.tree, continued))[-1:]
-        self._taken(live.retries, found)
+            return retries.required_call(tree, asked, said)
+        continued, _ = place_call(asked, said, tree, rendering)
+        found = tuple(node.index for node in self.recorded(tree, continued))[-1:]
+        self._taken(retries, found)
         return Replay(found) if found else None
 
     def decide(
@@ -159,10 +162,10 @@ class LiveBranch:
         self.pending.difference_update(indexes)
         retries.lost.difference_update(indexes)
 
-    async def _was_recorded_later(self, store: Store, asked: Asked) -> bool:
+    async def _was_recorded_later(self, asked: Asked) -> bool:
         """Whether the origin recorded this request after the turns of the branch."""
         assert asked.recognised is not None
-        turns = await store.get_turns(self.origin.session_id)
+        turns = await self._store.get_turns(self.origin.session_id)
         with_reasoning = self._prefix.with_reasoning
         later = await asyncio.to_thread(
             lambda: RecordedPrefix(turns, self._tolerance, with_reasoning=with_reasoning)
@@ -195,7 +198,7 @@ async def open_branch(
     prefix = await asyncio.to_thread(
         lambda: RecordedPrefix(recorded, tolerance, with_reasoning=profile.follows)
     )
-    return LiveBranch(origin, prefix, tolerance)
+    return LiveBranch(store, origin, prefix, tolerance)
 
 
 def _set_system(conversation: Conversation, text: str) -> None:

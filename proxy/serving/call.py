@@ -19,33 +19,51 @@ RECORDING   → PLACING    an answer lacks its required tool call (`forced_call`
             → ENDED      every turn is DONE or CUT in the store. If recording fails, turns are
                          closed, or their answers marked as not arrived (`Ownership.close`).
 ENDED       watchers get the answers or the error. When the answer has arrived at one of them, or
-            the last one has left, the call is settled: `arrived_answers` records which it was.
+            the last one has left, the call is settled: `Deliveries` records which it was.
 
 `abort` is the only way to end a call early: the last watcher leaves, the session ends, the call
 takes longer than `limits.call_timeout_s`, or the proxy stops. It never interrupts a write to the
 store. Invariant: nothing is sampled before its intent is durable; no watcher gets an answer before
 its turns are durable; however a call ends, none of its turns stays OPEN.
+
+What the task of a call awaits, in this order ([w] is a write to the store, which nothing
+interrupts):
+
+    PLACING     with `LiveSession.placing`, so one call of a session at a time:
+                 1  `Ownership.settle`: failed closes, the record if stale, the holder
+                 2  [w] a branch: an event of what it tolerates or how it diverged
+                 3  deserted calls of equal requests, until they are settled
+                 4  a replay: its turns from the store; or
+                    [w] each rejected turn becomes SUPERSEDED, in the store before in the tree
+                 5  for each answer: rendering, in a thread if it is long
+                 6  [w] its intent, in the store before in the tree
+                 7  [w] events about its request
+    SAMPLING     8  room in an engine's cache, then the engine, for all answers at once
+    RECORDING    9  [w] for each answer: its turn, in the store before in the tree
+    PLACING     10  a required call: 1, 6 to 9 again; or its replay
+                11  calls that the proxy runs: their results (no lock), [w] an event, 1 and 4 to 9
+    any         12  [w] `Ownership.close`, if an intent has no record
+
+Between a write and the change of the tree that follows it nothing is awaited. The end of the task
+deregisters the call and wakes the watchers without waiting (`_end`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+from msgspec import structs
 
 from proxy.conversation import ConversationKey, Key
-from proxy.errors import EngineError, ProxyError, QuotaReached, RequestError, StoreError
-from proxy.records import ForkCause, Ids, Turn, TurnStatus
+from proxy.errors import EngineError, ProxyError, QuotaReached, StoreError
+from proxy.records import ForkCause, Turn, TurnStatus
 from proxy.rendering.deltas import ResultDelta
-from proxy.rendering.rendering import CONTEXT_TOKENS
-from proxy.sampling import as_record, resolve
-from proxy.serving.answer import LiveAnswer, replayed_outcome, sample_all
+from proxy.serving.answer import AnswerStream, LiveAnswer, replayed_answer, sample_all
 from proxy.serving.asked import Asked
 from proxy.serving.backend import Backend
 from proxy.serving.forced_call import joined, lacks_call, place_call
@@ -54,10 +72,9 @@ from proxy.serving.provider_tools import MAX_ANSWERS, next_request
 from proxy.serving.provider_tools import joined as joined_answers
 from proxy.serving.retries import Replay
 from proxy.serving.sessions import LiveSession
-from proxy.serving.stream import AnswerStream, Watcher
 from proxy.store.protocol import TurnConflict
 from proxy.token_tree import Placement
-from proxy.wire.dialect import Call, Outcome, Piece
+from proxy.wire.dialect import Outcome, Piece
 from proxy.wire.web_search import is_error
 
 MAX_CONFLICTS = 16
@@ -89,7 +106,14 @@ class CallState(Enum):
 class LiveCall:
     """A call of a session that this process serves. Call `start` once."""
 
-    def __init__(self, backend: Backend, live: LiveSession, asked: Asked) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        live: LiveSession,
+        asked: Asked,
+        on_end: Callable[[LiveCall], None] = lambda call: None,
+    ) -> None:
+        """`on_end` is called when the call has ended, before its watchers get the answers."""
         self.asked = asked
         self.state = CallState.PLACING
         self.stream = AnswerStream()
@@ -101,6 +125,7 @@ class LiveCall:
         """Set when it is known whether the answers have arrived."""
         self.backend = backend
         self.live = live
+        self._on_end = on_end
         self._unrecorded: set[int] = set()
         """Turns whose intent is or may be durable, and whose answer is not."""
         self._begun: list[LiveAnswer] = []
@@ -114,6 +139,11 @@ class LiveCall:
         self._timer: asyncio.TimerHandle | None = None
 
     @property
+    def answers(self) -> int:
+        """Number of answers that the agent wants."""
+        return self.asked.request.n
+
+    @property
     def ended(self) -> bool:
         return self.state is CallState.ENDED
 
@@ -125,8 +155,6 @@ class LiveCall:
     def start(self) -> None:
         """Registers the call with its session and runs it."""
         self.live.running.add(self)
-        self.live.in_flight += 1
-        self.live.retries.running[self.asked.request_key] = self
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.backend.call_timeout_s, self._time_out)
         self._task = loop.create_task(self._run())
@@ -200,7 +228,9 @@ class LiveCall:
     async def _decide(self) -> Fresh | Replayed:
         live = self.live
         if live.branch is not None and not self._begun and not self._diverged:
-            found = await live.branch.open(live, self.asked, self.backend, self._uninterrupted)
+            found = await live.branch.open(
+                live.tree, live.retries, self.asked, self.backend.metrics, self._record_event
+            )
             if isinstance(found, Replay):
                 return await self._replay(found)
             self._diverged = found is not None
@@ -227,8 +257,12 @@ class LiveCall:
         live, backend = self.live, self.backend
 
         async def begin() -> Fresh | Replayed:
-            required_call = (live.branch or live.retries).required_call
-            recorded = required_call(live, self.asked, said, backend.rendering)
+            tree, retries = live.tree, live.retries
+            if live.branch is None:
+                recorded = retries.required_call(tree, self.asked, said)
+            else:
+                rendering = backend.rendering
+                recorded = live.branch.required_call(tree, retries, self.asked, said, rendering)
             if recorded is not None:
                 return await self._replay(recorded)
             return Fresh((await self._begin(choice, said),))
@@ -257,7 +291,7 @@ class LiveCall:
             if not replayed:
                 await self._report(said.turn, results)
             self.stream.push(Piece(choice, results, turn=said.turn))
-            said = replace(said, results=results)
+            said = structs.replace(said, results=results)
             if len(results) < len(said.message.tool_calls) or len(before) == MAX_ANSWERS - 1:
                 break
             before.append(said)
@@ -302,7 +336,12 @@ class LiveCall:
 
     def _sent_again(self, choice: int, turn: Turn, *, continues: bool = False) -> Outcome:
         prompt = self.live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
-        return replayed_outcome(self, choice, turn, prompt, only_calls=continues)
+        rendering = self.backend.rendering
+        piece, outcome = replayed_answer(
+            turn, prompt, self.asked, rendering, choice, only_calls=continues
+        )
+        self.stream.push(piece)
+        return outcome
 
     async def _replay(self, decision: Replay) -> Replayed:
         live, indexes = self.live, decision.indexes
@@ -333,46 +372,21 @@ class LiveCall:
 
         Raises TurnConflict if the index is taken."""
         live, backend, asked = self.live, self.backend, follows or self.asked
-        diverged = self._diverged and said is None and not self.turns
         if said is not None:
             asked, placement = place_call(asked, said, live.tree, backend.rendering)
         elif self.turns and follows is None:
             placement = live.tree.sibling(live.tree.nodes[self.turns[0]])
         else:
             placement = await self._place(asked)
-        sampling = resolve(
-            live.session,
-            asked.request.options,
-            prompt_tokens=len(placement.prompt),
-            context_tokens=backend.room,
-            stop_token_ids=backend.rendering.stop_token_ids,
-            policy=asked.policy,
-            conversation=asked.request.conversation,
-            sibling=choice,
-            routed_tokens=live.tree.routed(placement.parent, placement.shared_tokens),
-            structured=self._grammar(asked.request, placement.prompt),
-        )
-        turn = Turn(
-            session_id=live.session.session_id,
-            index=len(live.tree),
-            parent=placement.parent,
-            shared_tokens=placement.shared_tokens,
-            fork_cause=ForkCause.DIVERGED if diverged else placement.cause,
-            prompt_ids=placement.prompt_ids,
-            request_key=asked.request_key.stored(),
-            sampling=as_record(sampling),
-            dialect=asked.caller.dialect,
-            agent_id=asked.caller.agent_id,
-            started_at=time.time(),
-            request=live.tree.new_messages(asked.request.conversation, asked.keys),
-        )
-        await self._record_intent(turn, asked.request_key)
+            if self._diverged and follows is None:
+                placement = structs.replace(placement, cause=ForkCause.DIVERGED)
+        answer = LiveAnswer(backend, live, self.stream, asked, choice, placement, said)
+        await self._record_intent(answer.intent, asked.request_key)
         if asked.tidied or asked.request.notes:
             with self._uninterrupted(), suppress(StoreError):
-                for note in await live.note(backend.store, turn.index, asked):
+                for note in await live.note(backend.store, answer.intent.index, asked):
                     backend.metrics.noted(note.kind, note.name)
-        given = None if live.branch is None else live.branch.given_answer(turn.index)
-        return LiveAnswer(self, choice, turn, placement.prompt, sampling, asked, said, given)
+        return answer
 
     async def _place(self, asked: Asked) -> Placement:
         tree, rendering = self.live.tree, self.backend.rendering
@@ -400,25 +414,6 @@ class LiveCall:
         if tokens:
             self.backend.metrics.spelled(tokens)
             self.live.publish("control_tokens", index=len(self.live.tree), tokens=tokens)
-
-    def _grammar(self, request: Call, prompt: Ids) -> dict[str, Any] | None:
-        """What the engine enforces in the answer. A required call is not the final message, which
-        the agent's format binds, so it is sampled as without a format. Raises RequestError."""
-        options, conversation = request.options, request.conversation
-        if options.structured is None or options.forced is not None:
-            return None
-        if conversation.raw is not None:
-            return options.structured
-        if conversation.prefill is not None:
-            raise RequestError(
-                "response_format: a format cannot be enforced in an answer that the request "
-                "begins; end with a user message",
-                param="response_format",
-            )
-        tools = conversation.tools if options.tool_calls else []
-        return self.backend.rendering.bound_format(
-            options.structured, prompt[-CONTEXT_TOKENS:], tools
-        )
 
     async def _record_intent(self, turn: Turn, key: Key) -> None:
         """If it fails in any other way than these two, the intent may have been recorded."""
@@ -459,6 +454,10 @@ class LiveCall:
         self.backend.recorded(live.session.session_id, turn, self.asked.request.model)
         live.publish("turn", index=turn.index, status=turn.status, finish_reason=turn.finish_reason)
 
+    async def _record_event(self, kind: str, data: dict[str, Any]) -> None:
+        with self._uninterrupted():
+            await self.live.record(self.backend.store, kind, **data)
+
     @contextmanager
     def _uninterrupted(self) -> Iterator[None]:
         """An abort takes effect at the end of the block, which writes to the store."""
@@ -481,11 +480,9 @@ class LiveCall:
     def _end(self, task: asyncio.Task[list[Outcome]]) -> None:
         self.state = CallState.ENDED
         self._task = None
-        self.live.in_flight -= 1
         if self._timer is not None:
             self._timer.cancel()
-        if self.live.retries.running.get(self.asked.request_key) is self:
-            del self.live.retries.running[self.asked.request_key]
+        self._on_end(self)
         if task.cancelled():
             self.stream.fail(self._aborted or EngineError("the call was cancelled; try again"))
         elif (error := task.exception()) is not None:
@@ -505,3 +502,22 @@ class LiveCall:
         live.retries.settle(self.turns, streamed=self.asked.request.stream, arrived=arrived)
         for index in self._answered:
             self.backend.deliveries.mark(live, index, arrived=arrived)
+
+
+class Watcher:
+    """One HTTP request that waits for a call's answer, as a context manager."""
+
+    def __init__(self, call: LiveCall, is_connected: Callable[[], bool]) -> None:
+        """`is_connected`: whether the agent still waits for the response."""
+        self.call = call
+        self.is_connected = is_connected
+        self.arrived = False
+        """Set it when the whole answer was sent."""
+        self.outcomes = call.stream.outcomes
+
+    def __enter__(self) -> Watcher:
+        self.call.watchers.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call.left_by(self)

@@ -36,9 +36,9 @@ from proxy.machine.logs import CallLog
 from proxy.metrics import Metrics
 from proxy.serving.asked import Caller
 from proxy.serving.call import LiveCall
-from proxy.serving.calls import Calls
 from proxy.serving.events import EventSender
 from proxy.serving.forwarding import Arrivals, Forwarding
+from proxy.serving.incoming import IncomingCalls
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.wire.body import Body, parse_call
 from proxy.wire.dialect import Call, Dialect
@@ -83,7 +83,7 @@ class AgentEndpoints:
     def __init__(
         self,
         sessions: Sessions,
-        calls: Calls,
+        calls: IncomingCalls,
         dialects: Mapping[str, Dialect],
         metrics: Metrics,
         limits: LimitsConfig,

@@ -20,7 +20,7 @@ from aiohttp import HttpVersion11, web
 from proxy.config import LimitsConfig
 from proxy.errors import ProxyError
 from proxy.http.server import read_in_time
-from proxy.serving.stream import Watcher
+from proxy.serving.call import Watcher
 from proxy.wire.dialect import KEEP_ALIVE, StreamWriter
 
 MAX_JOINED = 256

@@ -7,13 +7,19 @@ session. So all calls of a session in flight are in one process: a retry joins t
 repeats, and the session's limits are exact.
 
     acquired   by recording the intent of a turn            `LiveCall`
-    released   when the turn's answer is recorded and marked as arrived or lost (`arrived_answers`);
+    released   when the turn's answer is recorded and marked
+                 as arrived or lost                         `Deliveries`
                when the turn is closed as CUT               `Ownership.close`
                when the process ends                        its lock in the store
                when the process begins to stop              `Store.announce(None)`
 
 Holding a session needs no SQL statement and no clock. A call that reaches another process is
 forwarded to the holder (`forwarding.py`).
+
+A call marks its turn when the last byte of the answer has been written to the connection, or when
+the connection has broken. The marks of all sessions are written together, at most `DELAY_S` later,
+so that no call waits for them. Invariant: a turn stays in `LiveSession.own` until its mark is
+durable, so that the session stays in memory and other processes forward its calls to this one.
 """
 
 from __future__ import annotations
@@ -23,6 +29,8 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from proxy.errors import HeldElsewhere, StoreError
 from proxy.records import Session, TurnStatus
@@ -35,6 +43,10 @@ CLOSE_DELAYS_S = (0.05, 0.5, 2.0, 5.0)
 """Delays between attempts to close a turn while the store fails; the last one repeats."""
 CLOSE_WAIT_S = 1.0
 """How long a call waits until the turns of earlier calls are closed."""
+DELAY_S = 0.05
+"""A killed process loses the marks of this time, and their answers count as not arrived."""
+RETRY_DELAY_S = 1.0
+"""Delay before marks that the store refused are written again."""
 
 
 class Ownership:
@@ -144,3 +156,68 @@ class _Closing:
     tried: asyncio.Future[None]
     """Done after the first attempt."""
     attempts: int = 0
+
+
+class _Pending(msgspec.Struct, frozen=True):
+    live: LiveSession
+    mark: DeliveryMark
+
+
+class Deliveries:
+    """The marks that are not durable yet."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pending: list[_Pending] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def mark(self, live: LiveSession, index: int, *, arrived: bool) -> None:
+        """Schedules a mark: whether the answer of turn `index` arrived."""
+        mark = DeliveryMark(live.session.session_id, index, arrived)
+        self._pending.append(_Pending(live, mark))
+        self._schedule(DELAY_S)
+
+    async def flush(self) -> None:
+        """Writes all marks so far; those that the store refuses stay pending."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        if self._writing is None and self._pending:
+            self._write()
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def close(self) -> None:
+        """Writes pending marks, and stops."""
+        await self.flush()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _schedule(self, delay_s: float) -> None:
+        if self._timer is None and self._writing is None:
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._write)
+
+    def _write(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_pending())
+            self._writing.add_done_callback(self._written)
+
+    async def _write_pending(self) -> None:
+        batch = list(self._pending)
+        await self._store.mark_deliveries([pending.mark for pending in batch])
+        del self._pending[: len(batch)]
+        later = {(each.mark.session_id, each.mark.index) for each in self._pending}
+        for pending in batch:
+            live, mark = pending.live, pending.mark
+            # Its answer may be on its way again to a retry, or have arrived there.
+            if (mark.session_id, mark.index) not in later and mark.index not in live.being_sent:
+                live.own.discard(mark.index)
+
+    def _written(self, task: asyncio.Task[None]) -> None:
+        self._writing = None
+        failed = task.cancelled() or task.exception() is not None
+        if self._pending:
+            self._schedule(RETRY_DELAY_S if failed else DELAY_S)

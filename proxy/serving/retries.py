@@ -2,7 +2,7 @@
 
     an earlier, equal request is ...                     the new request ...
     running, and the new one is marked as a retry,
-      or no agent waits for the running one any more     joins it (`RetryBook.running`)
+      or no agent waits for the running one any more     joins it (`joins`)
     answered, but the answer did not arrive              gets that answer replayed (`Replay`)
     answered, and the new one is a retry                 gets it replayed once
     cut, and the new one is a retry or in another form   is sampled and supersedes nothing
@@ -25,21 +25,14 @@ import time
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from proxy.conversation.message_keys import Key
 from proxy.records import TurnStatus
-from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Asked
 from proxy.serving.forced_call import calls_after
 from proxy.token_tree import Node, TokenTree
 from proxy.wire.dialect import Outcome
-
-if TYPE_CHECKING:
-    from proxy.serving.call import LiveCall
-    from proxy.serving.sessions import LiveSession
 
 
 class Replay(msgspec.Struct, frozen=True):
@@ -67,8 +60,6 @@ class EndedCall(msgspec.Struct, frozen=True):
 class RetryBook:
     """What a session remembers about its calls in order to answer their retries."""
 
-    running: dict[Key, LiveCall] = field(default_factory=dict)
-    """Request key → the latest running call, which a retry joins."""
     lost: set[int] = field(default_factory=set)
     """Answered turns whose answer is known not to have arrived."""
     ended: dict[int, EndedCall] = field(default_factory=dict)
@@ -77,14 +68,6 @@ class RetryBook:
     """By turn: those that continue its answer in the same call (`provider_tools`)."""
     repeated: set[int] = field(default_factory=set)
     """Turns that were repeated already: cut ones, and arrived ones replayed to a retry."""
-
-    def joinable(self, asked: Asked) -> LiveCall | None:
-        """The running call that the request joins: it is marked as a retry, or the agent of that
-        call has left. None if there is no such call, or it does not give what is asked for."""
-        running = self.running.get(asked.request_key)
-        if running is None or running.abandoned or _parts(running.asked) != _parts(asked):
-            return None
-        return running if asked.caller.is_retry or not running.is_awaited else None
 
     def settle(self, turns: Iterable[int], *, streamed: bool, arrived: bool) -> None:
         """Records that a call has ended, and whether its answers arrived."""
@@ -121,11 +104,9 @@ class RetryBook:
             return Replay(again)
         return Resample(self._superseded(tree, arrived, asked))
 
-    def required_call(
-        self, live: LiveSession, asked: Asked, said: Outcome, rendering: Rendering
-    ) -> Replay | None:
+    def required_call(self, tree: TokenTree, asked: Asked, said: Outcome) -> Replay | None:
         """The recorded turn that continues the recorded answer `said` with the required call."""
-        calls = calls_after(said.turn, asked, live.tree)
+        calls = calls_after(said.turn, asked, tree)
         found = tuple(n.index for n in calls if n.status is TurnStatus.DONE and not n.children)[-1:]
         self.lost.difference_update(found)
         return Replay(found) if found else None
@@ -201,6 +182,12 @@ class RetryBook:
     def _arrived_before(self, index: int, asked: Asked) -> bool:
         attempt = self.ended.get(index)
         return attempt is None or attempt.settled_at < asked.caller.arrived_at
+
+
+def joins(asked: Asked, running: Asked, *, is_awaited: bool) -> bool:
+    """Whether a request joins the running call of an equal one: it is marked as a retry, or no
+    agent waits for that call (`is_awaited`) any more; and the call gives what it asks for."""
+    return _parts(asked) == _parts(running) and (asked.caller.is_retry or not is_awaited)
 
 
 def _parts(asked: Asked) -> tuple[int, bool, int]:

@@ -18,13 +18,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import shortuuid
 
 from proxy.config import SessionsConfig
 from proxy.conversation.message_keys import KnownKeys
-from proxy.errors import RequestError, SessionError, StoreError
+from proxy.errors import ProxyError, RequestError, SessionError, StoreError
 from proxy.records import (
     Mark,
     Origin,
@@ -44,9 +44,6 @@ from proxy.settings.profiles import AgentProfile, Profiles
 from proxy.store.protocol import Store, Undelivered
 from proxy.token_tree import TokenTree
 from proxy.wire.fields import Note
-
-if TYPE_CHECKING:
-    from proxy.serving.call import LiveCall
 
 MAX_ID_CHARS = 256
 MAX_REFUSALS = 100
@@ -69,9 +66,35 @@ NOTICE_S = 1.0
 """How long a call waits until an equal one notices that its agent has left."""
 
 
+class RegisteredCall(Protocol):
+    """What a session knows of a call: whoever serves a call registers it in `running`."""
+
+    turns: list[int]
+    """Index of each answer's turn; empty while placing."""
+    settled: asyncio.Event
+    """Set when it is known whether the answers have arrived."""
+
+    @property
+    def answers(self) -> int:
+        """Number of answers that the agent wants."""
+        ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def deserted(self) -> bool:
+        """Whether the answers are recorded, and no agent is there to get them."""
+        ...
+
+    def abort(self, why: ProxyError) -> None:
+        """Ends the call early with the error `why`. Further calls have no effect."""
+        ...
+
+
 @dataclass(slots=True)
 class LiveSession:
-    """A session with its tree in memory.
+    """A session with its tree in memory. It knows calls only as far as `RegisteredCall`.
 
     Invariant: a process has at most one LiveSession per session. It stays in memory while `in_use`.
     """
@@ -87,7 +110,7 @@ class LiveSession:
     noted: set[int] = field(default_factory=set)
     """Hashes of what events have already told about the agent's history, which each call repeats;
     at most MAX_NOTED."""
-    running: set[LiveCall] = field(default_factory=set)
+    running: set[RegisteredCall] = field(default_factory=set)
     """Calls that have not ended, or whose answer is still on its way."""
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a call is placed and its intents are recorded."""
@@ -101,8 +124,6 @@ class LiveSession:
     """Attempts to close turns. Until they succeed, it is unknown whether the index is free."""
     stale: bool = False
     """A write failed, so the tree may differ from the store; the next call reads it again."""
-    in_flight: int = 0
-    """Number of calls that have not ended."""
     users: int = 0
     """Number of HTTP requests that were authorised and not answered yet."""
     refusals: int = 0
@@ -115,6 +136,11 @@ class LiveSession:
     def in_use(self) -> bool:
         """Whether the session must stay in memory."""
         return bool(self.users or self.running or self.own or self.listeners)
+
+    @property
+    def in_flight(self) -> list[RegisteredCall]:
+        """The calls that have not ended."""
+        return [call for call in self.running if not call.ended]
 
     @property
     def up_to_date(self) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from proxy.records import Session, SessionKind, SessionStatus
-from proxy.serving import arrived_answers
-from proxy.serving.arrived_answers import Deliveries
+from proxy.serving import ownership
+from proxy.serving.ownership import Deliveries
 from proxy.serving.sessions import LiveSession
 from proxy.settings.profiles import Profiles
 from proxy.store.protocol import DeliveryMark
@@ -34,7 +34,7 @@ class SlowStore(SqliteStore):
 async def test_answer_that_is_replayed_while_its_first_mark_is_written_stays_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrived_answers, "DELAY_S", 0.0)
+    monkeypatch.setattr(ownership, "DELAY_S", 0.0)
     store = SlowStore(tmp_path / "s.sqlite")
     session = Session("t", b"", SessionKind.TRAIN, SessionStatus.OPEN, 1.0, 2.0)
     live = LiveSession(session, Profiles({}).get("default"))

@@ -21,7 +21,7 @@ from proxy.http.server import read_in_time
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.serving import endpoints
-from proxy.serving.calls import MAX_PREFILL_CHARS, THREADED_PREFILL_CHARS
+from proxy.serving.incoming import MAX_PREFILL_CHARS, THREADED_PREFILL_CHARS
 from proxy.serving.prompt_bounds import max_chars
 from tests.proxy.conftest import RunningProxy, StartProxy
 

@@ -27,12 +27,12 @@ from proxy.metrics import Metrics
 from proxy.records import Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.routing.router import Router
-from proxy.serving import arrived_answers, ownership
-from proxy.serving.arrived_answers import Deliveries
+from proxy.serving import ownership
 from proxy.serving.asked import Caller
 from proxy.serving.backend import Backend
-from proxy.serving.calls import Calls
-from proxy.serving.ownership import Ownership
+from proxy.serving.call import LiveCall
+from proxy.serving.incoming import IncomingCalls
+from proxy.serving.ownership import Deliveries, Ownership
 from proxy.serving.provider_tools import ProviderTools
 from proxy.serving.sessions import LiveSession, Sessions
 from proxy.settings.profiles import Profiles
@@ -67,7 +67,7 @@ class Process:
             context_tokens=None,
             call_timeout_s=60.0,
         )
-        self.calls = Calls(backend, self.sessions, SessionsConfig())
+        self.calls = IncomingCalls(backend, SessionsConfig())
 
     def kill(self) -> None:
         """Acts like `kill -9`: nothing more reaches the store, and the lock is released."""
@@ -223,6 +223,7 @@ class CallMachine(RuleBasedStateMachine):
         if self.process.deliveries._writing is not None or self.process.ownership._closing:
             return live.own
         for call in live.running:
+            assert isinstance(call, LiveCall)
             held |= {*call.turns, *call._unrecorded}
         return held
 
@@ -264,8 +265,8 @@ def nodes(tree: TokenTree) -> list[Any]:
 
 @contextmanager
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(arrived_answers, "DELAY_S", 0.0)
-    monkeypatch.setattr(arrived_answers, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(ownership, "DELAY_S", 0.0)
+    monkeypatch.setattr(ownership, "RETRY_DELAY_S", 0.0)
     monkeypatch.setattr(ownership, "CLOSE_DELAYS_S", (0.0,))
     yield
 

@@ -15,8 +15,8 @@ from proxy.config import LimitsConfig
 from proxy.errors import EngineError, ProxyError
 from proxy.http.server import app_runner
 from proxy.rendering.deltas import TextDelta
+from proxy.serving.answer import AnswerStream
 from proxy.serving.events import EventSender
-from proxy.serving.stream import AnswerStream
 from proxy.wire.dialect import Outcome, Piece
 
 LARGE = "x" * 40_000

@@ -1,5 +1,8 @@
 """Turns a request into a call: identifies and admits it, then joins a running call or starts one.
 
+The keys of a request identify it, after the calls in its history that the agent's client tidied
+are the recorded ones again. The limits of the session admit it.
+
 Invariant: nothing here writes to the store. Only a call's own task (`call`) does, so that a request
 that is cancelled while it waits here leaves nothing behind.
 """
@@ -27,8 +30,9 @@ from proxy.serving.backend import Backend
 from proxy.serving.call import LiveCall
 from proxy.serving.forced_call import call_or_answer
 from proxy.serving.prompt_bounds import refuse_too_many_chars
+from proxy.serving.retries import joins
 from proxy.serving.returned_calls import Recovered
-from proxy.serving.sessions import LiveSession, Sessions
+from proxy.serving.sessions import LiveSession
 from proxy.wire.body import scrub
 from proxy.wire.dialect import Call
 
@@ -38,13 +42,15 @@ THREADED_PREFILL_CHARS = 5000
 """A longer one is tokenised outside the event loop: 5,000 characters take a few ms."""
 
 
-class Calls:
+class IncomingCalls:
     """The calls of this process."""
 
-    def __init__(self, backend: Backend, sessions: Sessions, limits: SessionsConfig) -> None:
+    def __init__(self, backend: Backend, limits: SessionsConfig) -> None:
         """`limits` apply to sessions that do not set their own."""
         self._backend = backend
-        self._sessions = sessions
+        self._running: set[LiveCall] = set()
+        self._latest: dict[tuple[str, Key], LiveCall] = {}
+        """Session and request key → the latest running call, which a retry joins."""
         self._limits = limits.model_dump(
             include={"max_turns", "max_tokens", "max_concurrent_calls"}
         )
@@ -83,18 +89,38 @@ class Calls:
         policy = live.session.policy_of(request.model)
         key = request_key(keys[-1], request, policy)
         asked = Asked(request, caller, keys, key, opening, policy, tuple(tidied), recognised)
-        joined = live.retries.joinable(asked)
-        if joined is not None:
-            return joined
-        if live.branch is None or not live.branch.replays(live, asked):
+        running = self._joinable(live, asked)
+        if running is not None:
+            return running
+        if live.branch is None or not live.branch.replays(live.tree, live.retries, asked):
             try:
                 self._admit(live, request)
             except RequestError:
                 if not await self._is_given_again(live, asked):
                     raise
-        call = LiveCall(self._backend, live, asked)
+        call = LiveCall(self._backend, live, asked, self._ended)
+        self._running.add(call)
+        self._latest[live.session.session_id, key] = call
         call.start()
         return call
+
+    def _joinable(self, live: LiveSession, asked: Asked) -> LiveCall | None:
+        """The running call that the request joins."""
+        running = self._latest_of(live, asked)
+        if running is None or running.abandoned:
+            return None
+        return running if joins(asked, running.asked, is_awaited=running.is_awaited) else None
+
+    def _latest_of(self, live: LiveSession, asked: Asked) -> LiveCall | None:
+        """The latest running call of an equal request."""
+        call = self._latest.get((live.session.session_id, asked.request_key))
+        return call if call is not None and call.live is live else None
+
+    def _ended(self, call: LiveCall) -> None:
+        self._running.discard(call)
+        key = call.live.session.session_id, call.asked.request_key
+        if self._latest.get(key) is call:
+            del self._latest[key]
 
     async def count_tokens(self, live: LiveSession, conversation: Conversation) -> int:
         """Number of tokens of a prompt. Raises RequestError."""
@@ -113,7 +139,7 @@ class Calls:
 
     async def close(self, grace_s: float) -> None:
         """Lets running calls end for `grace_s`, then aborts them. Returns when all have ended."""
-        calls = [call for live in self._sessions.in_memory for call in live.running]
+        calls = list(self._running)
         if not calls:
             return
         waits = [asyncio.ensure_future(call.wait()) for call in calls]
@@ -248,7 +274,7 @@ class Calls:
         same = live.tree.same_requests(asked.request_key)
         same = [node for node in same if node.index >= live.session.recorded_turns]
         await live.until_deserted_are_settled({node.index for node in same})
-        running = asked.request_key in live.retries.running
+        running = self._latest_of(live, asked) is not None
         return not running and live.retries.has(live.tree, same, asked)
 
     def _admit(self, live: LiveSession, request: Call) -> None:
@@ -256,16 +282,16 @@ class Calls:
 
         Turns that ended before their first token (an engine was down) do not count.
         """
-        limits = {**self._limits, **live.session.limits}
-        if live.in_flight >= limits["max_concurrent_calls"]:
+        limits, in_flight = {**self._limits, **live.session.limits}, live.in_flight
+        if len(in_flight) >= limits["max_concurrent_calls"]:
             raise RequestError(
-                f"{live.in_flight} calls of this session are in flight, and its "
+                f"{len(in_flight)} calls of this session are in flight, and its "
                 f"max_concurrent_calls is {limits['max_concurrent_calls']}; wait for one to end",
                 status=429,
                 code="max_concurrent_calls",
                 retry_after_s=1.0,
             )
-        running = sum(call.asked.request.n for call in live.running if not call.ended)
+        running = sum(call.answers for call in in_flight)
         turns = live.tree.sampled_turns + running + request.n
         for name, value in (("max_turns", turns), ("max_tokens", live.tree.sampled_tokens)):
             if value > limits[name]:
