@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import structs
@@ -198,12 +199,14 @@ class LiveAnswer:
         self._begun = time.perf_counter()
         if self._given is not None:
             self._take_given(self._given)
-            return
-        router = self._backend.router
-        if not router.schedules:
+        elif self._backend.router.schedules:
+            await self._generate_in_turn()
+        else:
             await self._generate()
-            return
-        claim, policy = self._claim, self._sampling.policy
+
+    async def _generate_in_turn(self) -> None:
+        """Generates when there is room in an engine's cache."""
+        router, claim, policy = self._backend.router, self._claim, self._sampling.policy
         await router.until_admitted(claim, trained=self._sampling.trained, adapted=bool(policy))
         try:
             await self._generate()
@@ -211,10 +214,8 @@ class LiveAnswer:
             router.left(claim, len(self._prompt) + len(self._ids), len(self._ids))
 
     async def _generate(self) -> None:
-        try:
+        with suppress(_TextEnded):
             await self._generation.sample(self._receive, self._resumed)
-        except _TextEnded:
-            return
 
     def _receive(self, chunk: Chunk) -> None:
         """Raises _TextEnded if the rest of the answer is not wanted."""
