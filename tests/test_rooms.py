@@ -225,7 +225,7 @@ def circles(graph: dict[str, set[str]]) -> dict[str, list[str]]:
 @cache
 def file_imports() -> dict[str, set[str]]:
     """The modules that each module imports, also under `TYPE_CHECKING` and inside functions."""
-    return {name: {*imported(name)} & modules().keys() - {name} for name in modules()}
+    return {name: {*imported(name)} & modules().keys() for name in modules()}
 
 
 def definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:

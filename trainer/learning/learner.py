@@ -47,7 +47,6 @@ from trainer.errors import TrainingError, WeightSyncError
 from trainer.extras.experts.routing_mismatch import routing_metrics
 from trainer.extras.relay.learner_weights import Publishing
 from trainer.extras.relay.published_weights import Published
-from trainer.learning import learner as steps
 from trainer.learning.models import (
     AdaptersOff,
     FreeCache,
@@ -137,7 +136,7 @@ class Learner:
         if not self.algorithm.needs_prox:
             return metrics
         temperature = self.config.rollout.temperature
-        scores = steps.compute_logprobs(self.models, batch, temperature=temperature)
+        scores = compute_logprobs(self.models, batch, temperature=temperature)
         metrics |= mismatch_metrics(batch, scores.logprobs, self.version)
         metrics["actor/entropy_before"] = float(scores.entropy.mean())
         self._check_mismatch(metrics.get("mismatch/logp_abs_mean", 0.0))
@@ -146,11 +145,11 @@ class Learner:
     def compute_ref_logprobs(self, batch: Batch) -> None:
         """Sets `batch.ref_logprobs` and `batch.teacher_logprobs` if the algorithm uses them."""
         temperature = self.config.rollout.temperature
-        steps.compute_ref_logprobs(self.models, batch, temperature=temperature)
+        compute_ref_logprobs(self.models, batch, temperature=temperature)
 
     def compute_values(self, batch: Batch) -> None:
         """Sets `batch.values` if the algorithm has a critic."""
-        steps.compute_values(self.models, batch)
+        compute_values(self.models, batch)
 
     def compute_advantages(self, batch: Batch) -> Metrics:
         """Sets `batch.advantages`."""
@@ -168,7 +167,7 @@ class Learner:
             TrainingError: a token would not be trained exactly once, a gradient is not finite, or
                 the engine's probabilities differ from the trainer's.
         """
-        metrics = {"actor/update_steps": 0.0} | steps.update(
+        metrics = {"actor/update_steps": 0.0} | update(
             self.models,
             batch,
             temperature=self.config.rollout.temperature,
@@ -188,14 +187,14 @@ class Learner:
         Raises:
             TrainingError: a token would not be trained exactly once, or a gradient is not finite.
         """
-        metrics = steps.imitate(self.models, batch, aggregation)
+        metrics = imitate(self.models, batch, aggregation)
         self.step += 1
         self.version += 1
         return metrics
 
     def imitation_loss(self, batch: Batch) -> float:
         """Mean of `−log p` over the tokens of the batch, in nats."""
-        scores = steps.compute_logprobs(self.models, batch, temperature=1.0)
+        scores = compute_logprobs(self.models, batch, temperature=1.0)
         return -float(scores.logprobs.double().mean())
 
     def sync_weights(self) -> Metrics:
@@ -234,7 +233,9 @@ class Learner:
             WeightSyncError: the weights could not be written.
         """
         if self._publishing is None:
-            self._publishing = Publishing(self.config, self.models, self.probe, run)
+            self._publishing = Publishing(
+                self.config, self.models, self.probe, run, compute_logprobs, base_logprobs
+            )
         return self._publishing.publish(self.version, held)
 
     @property
@@ -248,7 +249,7 @@ class Learner:
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """log p(ids[t] | ids[:t]) at temperature 1 for t = 1 … T-1, under the current weights."""
-        scores = steps.compute_logprobs(self.models, probe_batch(ids), temperature=1.0)
+        scores = compute_logprobs(self.models, probe_batch(ids), temperature=1.0)
         return scores.logprobs.tolist()
 
     def weights(self) -> Generator[Named]:

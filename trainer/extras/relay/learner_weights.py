@@ -9,24 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Protocol
 
 from proxy.extras.relay.fingerprint import fingerprint
 from proxy.extras.relay.weights.publication import ProbeScores
+from trainer.batch import Batch
 from trainer.extras.relay.published_adapters import AdapterPublisher
 from trainer.extras.relay.published_weights import Published, Publisher, described
-from trainer.learning import learner as steps
 from trainer.learning.models import Models, RestoreAdapter, UseRandomAdapter
 from trainer.policy.adapter import adapter_config
+from trainer.policy.scores import Scores
 from trainer.ranks_config import RanksConfig
 from trainer.weight_sync.dtypes import Report, agreed, rounded
 from trainer.weight_sync.probe import probe_batch
 
 
-class Publishing:
-    """Example: sent = Publishing(config, models, probe, "run-a").publish(12, held=())"""
+class ComputeLogprobs(Protocol):
+    """`compute_logprobs` of `trainer.learning.learner`, or `base_logprobs`."""
 
-    def __init__(self, config: RanksConfig, models: Models, probe: Sequence[int], run: str) -> None:
-        """`run` names the run's folder at `engine.publish`.
+    def __call__(self, models: Models, batch: Batch, *, temperature: float) -> Scores: ...
+
+
+class Publishing:
+    """The weights of one learner, which gives the functions that score the probe."""
+
+    def __init__(
+        self,
+        config: RanksConfig,
+        models: Models,
+        probe: Sequence[int],
+        run: str,
+        compute_logprobs: ComputeLogprobs,
+        base_logprobs: ComputeLogprobs,
+    ) -> None:
+        """`run` names the run's folder at `engine.publish`; `base_logprobs` is without the adapter.
 
         Raises:
             ConfigError: no installed file system serves the URL.
@@ -34,6 +50,8 @@ class Publishing:
         self._config = config
         self._models = models
         self._probe = tuple(probe)
+        self._compute_logprobs = compute_logprobs
+        self._base_logprobs = base_logprobs
         engine, trainer, policy = config.engine, config.trainer, config.model.policy
         assert engine.publish is not None
         model = fingerprint(config.model.path).architecture
@@ -88,7 +106,7 @@ class Publishing:
         engine = self._config.engine
         if not engine.verify or len(self._probe) < 2:
             return None
-        score = steps.base_logprobs if without_adapter else steps.compute_logprobs
+        score = self._base_logprobs if without_adapter else self._compute_logprobs
         scores = score(self._models, probe_batch(self._probe), temperature=1.0)
         tolerance = engine.probe_tolerance(self._config.model)
         return ProbeScores(self._probe, tuple(scores.logprobs.tolist()), tolerance)
