@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -66,7 +65,7 @@ def install(root: Path) -> None:
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", root / name], check=True)
         packages = [line.partition("==")[0] for line in pinned]
-        subprocess.run([shutil.which("uv") or "uv", "pip", "install", "-q", "--upgrade",
+        subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "--upgrade",
                         "--python", python, *packages], check=True)  # fmt: skip
         for program in programs:
             link = root / "bin" / program
