@@ -299,7 +299,7 @@ class LiveCall:
             assert isinstance(answered, ConversationKey)
             asked = next_request(asked, said, answered)
             said, replayed = await self._follow(choice, asked, said.turn, replayed=replayed)
-        return joined_answers(before, said)
+        return joined_answers(before, said) if before else said
 
     async def _follow(
         self, choice: int, asked: Asked, after: int, *, replayed: bool

@@ -181,9 +181,7 @@ def next_request(asked: Asked, said: Outcome, answered: ConversationKey) -> Aske
 
 
 def joined(before: Sequence[Outcome], last: Outcome) -> Outcome:
-    """All answers of a call as one."""
-    if not before:
-        return last
+    """All answers of a call as one; `before` has at least one."""
     parts = [*before, last]
     ids = [part.sampled_ids for part in parts if part.sampled_ids is not None]
     return replace(
