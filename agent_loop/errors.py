@@ -7,7 +7,7 @@ trial starts.
 AgentLoopError
 ├── LaunchError       the agent could not be started or watched: our side, not the agent's
 ├── RewardError       a verifier or grader did not give a usable reward (NaN, missing, crashed)
-├── ChatError         a judge's model, or one that writes questions, did not answer
+├── ChatError         a judge's model did not answer
 ├── BranchError       a branch did not replay the recorded turns with which it begins
 ├── LostAgentError    an agent crashed or ran out of time, and its trial can be continued
 ├── CreditError       a function of the user's own did not credit the turns

@@ -1,6 +1,6 @@
 """The headers of a service whose API key is in an environment variable.
 
-One request to a model behind OpenAI's Chat Completions, for judges and writers of questions.
+One request to a model behind OpenAI's Chat Completions, for judges.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@
     agentic-train eval --config FILE --out DIR    evaluate a checkpoint or endpoint (eval --help)
     agentic-train compare DIR DIR …               evaluations with paired differences
     agentic-train collect --config FILE --out DIR trials with rewards, without training
-    agentic-train questions FOLDER --model … --out FILE   tasks from documents, by a model
     agentic-train sft --config FILE [key=value …] supervised fine-tuning on recorded sessions
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
     agentic-train report RUN                      write RUN/report.html from the run's folder

@@ -17,7 +17,6 @@ from agent_loop.extras.environments.task_source import ResetTasks, VerifiersTask
 from agent_loop.extras.harbor.task_source import HarborTasks
 from agent_loop.records import Task
 from agent_loop.task_sources.dataset import DatasetTasksConfig
-from agent_loop.task_sources.documents import DocumentTasks
 from agent_loop.task_sources.function import FunctionTasks
 from agent_loop.task_sources.protocol import TaskSource, TaskSourceConfig
 
@@ -31,8 +30,6 @@ class AnyTaskSource(TaskSourceConfig):
     """A Python function that yields tasks."""
     dataset: DatasetTasksConfig | None = None
     """A Hugging Face dataset, of the hub or of a local folder."""
-    documents: DocumentTasks | None = None
-    """A folder of documents, of which each part is a task."""
     verifiers: VerifiersTasks | None = None
     """The tasks of an environment of the package `verifiers`."""
     harbor: HarborTasks | None = None

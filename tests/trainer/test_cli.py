@@ -178,7 +178,6 @@ def test_model_id_of_the_hub_is_refused_with_the_command_that_downloads_it(
     [
         ["eval", "--out", "x", "--repeats"],
         ["collect", "--out", "x", "--limit"],
-        ["questions", "docs", "--model", "m", "--out", "x", "--per-part"],
     ],
 )
 def test_count_below_one_is_refused_with_its_option(

@@ -105,37 +105,6 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="--out of an eval")
 
 
-def _questions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the documents, UTF-8 text")
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="FOLDER|URL",
-        help="the checkpoint that writes, which our vLLM serves, or an OpenAI-compatible endpoint",
-    )
-    parser.add_argument("--model-name", metavar="NAME", help="with a URL: the endpoint's model")
-    parser.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="with a URL: where its key is (default: no key)"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE.jsonl", help="the file of tasks"
-    )
-    parser.add_argument("--pattern", default="**/*.md", help="which files (default: %(default)s)")
-    for flag, default, text in (
-        ("--part-chars", 4000, "characters that are shown at once"),
-        ("--per-part", 1, "questions per part"),
-        ("--limit", None, "only the first N parts"),
-        ("--max-tokens", 1024, "of an answer"),
-        ("--concurrency", 8, "of requests"),
-    ):
-        parser.add_argument(flag, type=_count, default=default, metavar="N", help=text)
-    parser.add_argument(
-        "--instructions",
-        metavar="TEXT",
-        help="what the model is asked; {count} is replaced by `2 questions`, {text} by the part",
-    )
-
-
 def _trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
@@ -159,12 +128,6 @@ COMMANDS = {
         "Compares evaluations; differences are paired by task.",
         _compare,
         "trainer.commands.compare",
-    ),
-    "questions": CommandLine(
-        "Writes questions about documents, with their answers, into a file of tasks. The same "
-        "command continues where it was interrupted.",
-        _questions,
-        "trainer.questions_command",
     ),
     "trace": CommandLine(
         "Writes what a run did when as a file that https://ui.perfetto.dev opens.",

@@ -175,6 +175,7 @@ SUCCESSORS_BY_LAST_NAME: Mapping[str, str] = {
     "adv_estimator": "algorithm.advantage.name",
     "clip_ratio_high": "algorithm.loss.clip_high",
     "clip_ratio_low": "algorithm.loss.clip_low",
+    "documents": "function, with the target examples.documents.documents:parts",
     "gpu_memory_utilization": "engine.gpu_memory_share",
     "grpo_n": "rollout.group_size",
     "interchange_server_port": "the port of --swarm-server HOST:PORT",

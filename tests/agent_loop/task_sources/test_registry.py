@@ -12,7 +12,6 @@ from agent_loop.tasks import DataConfig
 
 KINDS: dict[str, Any] = {
     "dataset": {"path": "hf://owner/name", "name": "main", "split": "test"},
-    "documents": {"folder": "docs", "pattern": "*.md", "part_chars": 100, "template": "{text}"},
     "harbor": {"dataset": "org/bench@2.0", "registry": "r.json", "folder": "f", "program": "h"},
     "verifiers": {"env": "gsm8k-v1", "python": "p", "path": [], "harness": "null", "settings": {}},
     "resets": {"first": 4, "seeds": 2},
@@ -28,8 +27,8 @@ def test_source_of_each_kind_is_both_for_training_and_held_out(kind: str) -> Non
 
 
 def test_source_without_a_kind_or_with_two_is_refused() -> None:
-    expected = r"exactly one of the keys function, dataset, documents, .* 'resets'\]"
-    two = {"resets": {}, "documents": {"folder": "docs"}}
+    expected = r"exactly one of the keys function, dataset, .* 'resets'"
+    two = {"resets": {}, "dataset": {"path": "hf://owner/name"}}
     with pytest.raises(ValidationError, match=expected):
         AnyTaskSource.model_validate(two)
 
