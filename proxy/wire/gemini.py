@@ -51,7 +51,7 @@ _OPTIONS = {
     "frequencyPenalty": "frequency_penalty",
 }
 """By the name in `generationConfig`: that of the option."""
-_CONFIG = _OPTIONS.keys() | {
+CONFIG = _OPTIONS.keys() | {
     "candidateCount",
     "stopSequences",
     "thinkingConfig",
@@ -60,7 +60,7 @@ _CONFIG = _OPTIONS.keys() | {
     "responseJsonSchema",
     "mediaResolution",
 }
-_CONFIG_REFUSED: dict[str, tuple[Any, ...]] = {
+CONFIG_REFUSED: dict[str, tuple[Any, ...]] = {
     "responseModalities": (["TEXT"],),
     "responseLogprobs": (False,),
     "logprobs": (0,),
@@ -68,8 +68,10 @@ _CONFIG_REFUSED: dict[str, tuple[Any, ...]] = {
     "imageConfig": (),
     "audioTimestamp": (False,),
 }
-_TOP = {"contents", "systemInstruction", "tools", "toolConfig", "generationConfig"}
-_HARMLESS = {"safetySettings", "labels", "model", "store", "serviceTier"}
+"""Refused fields of `generationConfig`, with the values that are accepted all the same."""
+TOP = {"contents", "systemInstruction", "tools", "toolConfig", "generationConfig"}
+"""The honoured fields of a request, `CONFIG` those of its `generationConfig`."""
+HARMLESS = {"safetySettings", "labels", "model", "store", "serviceTier"}
 _SNAKE = re.compile(r"_([a-z])")
 _RESULT_NAMES = ("output", "result", "error", "content")
 
@@ -276,12 +278,12 @@ def _checked(request: Fields, config: Fields) -> tuple[str, ...]:
     """The names of unknown fields. Raises RequestError for known ones that are not honoured."""
     if request.get("cachedContent"):
         raise request.refuse("cachedContent", "no value (contents cannot be kept here)")
-    for name, neutral in _CONFIG_REFUSED.items():
+    for name, neutral in CONFIG_REFUSED.items():
         value = config.get(name)
         if value is not None and value not in neutral:
             raise config.refuse(name, "no value (the proxy does not support this parameter)")
-    unknown = [name for name in request.data if name not in _TOP | _HARMLESS | {"cachedContent"}]
-    inner = config.data.keys() - _CONFIG - _CONFIG_REFUSED.keys()
+    unknown = [name for name in request.data if name not in TOP | HARMLESS | {"cachedContent"}]
+    inner = config.data.keys() - CONFIG - CONFIG_REFUSED.keys()
     return (*unknown, *(f"generationConfig.{name}" for name in sorted(inner)))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agent_loop.records import Rollout, RolloutStatus
-from tests.e2e.agents.model import DONE, call, offered_tools
+from tests.e2e.agents.model import DONE, call, offered_tools, shell_call
 from tests.e2e.agents.test_agents import example, pytestmark, trial
 from tests.e2e.agents.test_hard_cases import plays
 from tests.proxy.conftest import RunningProxy, StartProxy
@@ -159,3 +159,33 @@ async def test_codex_with_its_own_model_is_served(proxy: RunningProxy, tmp_path:
     prompt = proxy.rendering.tokenizer.decode(proxy.engine.calls[-1].prompt_ids)
     assert offered_tools(prompt)
     await assert_one_path(proxy, rollout, tmp_path, 1)
+
+
+PATCH = """*** Begin Patch
+*** Add File: out.txt
++hi
+*** End Patch"""
+
+
+async def test_patches_and_pictures_do_not_fork_codex(proxy: RunningProxy, tmp_path: Path) -> None:
+    """Its `apply_patch`, by the shell where it offers no tool of that name, and `view_image`."""
+
+    def shell(prompt: str, command: str) -> str:
+        return shell_call("exec_command", command, offered_tools(prompt))
+
+    def patch(prompt: str) -> str:
+        if "apply_patch" in offered_tools(prompt):
+            return call("apply_patch", {"input": PATCH})
+        return shell(prompt, f"apply_patch <<'EOF'\n{PATCH}\nEOF")
+
+    steps: list[Step] = [
+        lambda prompt: shell(prompt, writes_file("a.png", png())),
+        lambda prompt: call("view_image", {"path": "a.png"}),
+        patch,
+        lambda prompt: shell(prompt, "cat out.txt"),
+    ]
+    plays(proxy, in_order(*steps))
+    rollout = await trial(proxy, example("codex"), tmp_path)
+    parts = [part for e in await events(proxy, rollout, "shown_as_text") for part in e["parts"]]
+    assert [part["type"] for part in parts] == ["input_image"]
+    await assert_one_path(proxy, rollout, tmp_path, len(steps) + 1)

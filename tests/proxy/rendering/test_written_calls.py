@@ -405,6 +405,33 @@ def test_long_call_is_streamed_in_linear_time(
     assert counts[1] / counts[0] < 1.5 * lengths[1] / lengths[0]
 
 
+LONG_CHARS = 200_000
+LONG = [  # one family of JSON and one of tags; all take minutes
+    pytest.param(name, marks=() if name in ("qwen3", "qwen3.5") else pytest.mark.long)
+    for name in FAMILIES
+]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_value_is_the_value_that_is_read(name: str, family_of: Any) -> None:
+    rendering = family_of(name).rendering
+
+    @check_settings(2)
+    @given(clean_text, clean_text.filter(bool), clean_text)
+    def check(first: str, part: str, last: str) -> None:
+        value = first + part * (LONG_CHARS // len(part)) + last
+        drawn = Drawn(AWKWARD_TOOL, [{"a": value}])
+        ids = rendered(rendering, asked(drawn), answer_of(drawn))
+        assume(ids is not None)
+        assert ids is not None
+        assert same(read_whole(rendering, asked(drawn), ids).tool_calls, drawn)
+        deltas, message = read_in_pieces(rendering, asked(drawn), ids, [64])
+        assert same(message.tool_calls, drawn)
+        assert without_ids(put_together(deltas)[2]) == without_ids(message.tool_calls)
+
+    check()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("text", "arguments"),

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from proxy.records import ForkCause
-from tests.proxy.conftest import RunningProxy
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 from tests.proxy.wire.test_messages import assembled
 
 ASKED = {"role": "user", "content": "Do it."}
@@ -199,6 +199,9 @@ async def test_typed_tool_of_messages_is_called_by_its_name(
     events = [e async for e in proxy.control.events(session.trial_id)]
     shown = [e for e in events if e["kind"] == "shown_as_text"]
     assert [(e["count"], e["parts"][0]["type"]) for e in shown] == [(1, "image")] * 2
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    async with proxy.http.get(f"{proxy.url}/metrics", headers=headers) as response:
+        assert 'agentic_proxy_shown_as_text_total{type="image"} 2.0' in await response.text()
 
 
 @pytest.mark.parametrize("stream", [False, True])
