@@ -1,43 +1,46 @@
-"""The proxy as one aiohttp application: data plane, control plane, and what they share.
+"""The proxy as one aiohttp application: data plane, control plane, and the extras that are on.
 
 `build_app` uses the given engines and store (tests, embedding), or creates them from the
-configuration. Invariant: it closes what it opened, in reverse order, when the application ends.
+configuration. Invariant: it closes what it opened, in reverse order, when the application ends. It
+knows of an extra only the protocol (`proxy.extra`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from proxy.config import ListenConfig, ProxyConfig, RetentionConfig
-from proxy.control.operations import OPERATIONS
-from proxy.control.plane import ROUTES, ControlPlane
+from proxy.control.door import ControlDoor
+from proxy.control.plane import ControlPlane
+from proxy.control.policies import PublishedPolicies
+from proxy.control.siblings import NoSiblings, Siblings
 from proxy.engines.protocol import Engine
 from proxy.engines.registry import make_engine
-from proxy.errors import ConfigurationError, SessionError
-from proxy.extras.relay.fingerprint import fingerprint
-from proxy.extras.relay.hub import RelayHub
-from proxy.extras.relay.protocol import PATH as RELAY_PATH
-from proxy.extras.rules.watch import RuleWatch
-from proxy.extras.schedule.admission import CacheAdmission
-from proxy.extras.several_processes.siblings import Siblings
-from proxy.extras.telemetry import ObservedMetrics, Telemetry
-from proxy.extras.view.access import Access
-from proxy.extras.view.api import PAGE, ViewApi, add_routes
-from proxy.extras.view.api import ROUTES as PAGE_ROUTES
-from proxy.extras.view.operations import OPERATIONS as PAGE_OPERATIONS
-from proxy.extras.view.runs import RecordedRuns
+from proxy.errors import ConfigurationError
+from proxy.extra import Core, Extra, extra_class, open_extras
+from proxy.extra_registry import EXTRAS
 from proxy.http.openapi import DocumentPart, document
-from proxy.http.server import answer_expect, forget_body
+from proxy.http.route import Route, add_routes, routes_of
+from proxy.http.server import answer_expect
 from proxy.http.web_guard import Hosts, host_of, web_guard
-from proxy.keys import AdminKeys
 from proxy.machine.memory import Trimmer
 from proxy.metrics import Metrics
-from proxy.records import Mark
+from proxy.records import Turn
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.routing.router import Router
@@ -58,23 +61,21 @@ from proxy.wire.registry import open_dialects
 ENDPOINTS = web.AppKey("endpoints", AgentEndpoints)
 CONTROL_PLANE = web.AppKey("control_plane", ControlPlane)
 CALLS = web.AppKey("calls", IncomingCalls)
-RELAY = web.AppKey("relay", RelayHub)
 STORE: web.AppKey[Store] = web.AppKey("store")
-VIEW = web.AppKey("view", ViewApi)
 
-DOCUMENTED = (
-    DocumentPart("control plane", "admin_key", "the admin key", ROUTES, OPERATIONS),
-    DocumentPart(
-        "page",
-        "view_key",
-        "a key of `agentic-proxy view-key create`, or the admin key; browsers have a cookie",
-        PAGE_ROUTES,
-        PAGE_OPERATIONS,
-    ),
-)
-"""What `/openapi.json` describes."""
+CONTROL_ROUTES = routes_of(ControlPlane)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+def document_parts(extras: Iterable[Extra | type[Extra]] | None = None) -> list[DocumentPart]:
+    """What `/openapi.json` describes: the control plane, and the parts of its own that an extra
+    has. `extras`: those that are on; None: all that are registered."""
+    shown = list(map(extra_class, EXTRAS)) if extras is None else list(extras)
+    routes = [*CONTROL_ROUTES]
+    for extra in shown:
+        if extra.documented is None:
+            routes += extra.routes
+    control = DocumentPart("control plane", "admin_key", "the admin key", routes)
+    return [control, *(extra.documented for extra in shown if extra.documented is not None)]
 
 
 def build_app(
@@ -84,8 +85,8 @@ def build_app(
     store: Store | None = None,
     siblings: Siblings | None = None,
 ) -> web.Application:
-    """Raises ConfigurationError when the model's folder cannot be used, or an admin key is
-    missing."""
+    """Raises ConfigurationError when the model's folder cannot be used, an admin key is missing, or
+    an extra refuses its section."""
     if config.admin_key is None:
         raise ConfigurationError(
             "admin_key is not set; set it, or use `proxy.keys.with_admin_key(config)`"
@@ -93,30 +94,35 @@ def build_app(
     if config.model is None:
         raise ConfigurationError("model: give the folder of the checkpoint that the engines serve")
     rendering = Rendering(load_tokenizer(config.model), config.rendering)
+    extras, siblings = open_extras(config), siblings or NoSiblings()
 
     async def call(request: web.Request) -> web.StreamResponse:
         return await app[ENDPOINTS].handle(request)
+
+    async def control(route: Route, request: web.Request) -> web.StreamResponse:
+        return await door.serve(route, partial(route.handler, app[CONTROL_PLANE]), request)
 
     def needs_json(request: web.Request) -> bool:
         """Not for the data plane, where agents send various content types."""
         return request.match_info.handler is not call
 
-    guard = web_guard(hosts(config), needs_json=needs_json, pages=(PAGE,))
+    # Other sites may link to what a browser shows.
+    pages = [r.path for extra in extras for r in extra.routes if "text/html" in r.other_types]
+    guard = web_guard(hosts(config), needs_json=needs_json, pages=pages)
     app = web.Application(client_max_size=config.limits.body_bytes, middlewares=[guard])
-    for method, path, name in ROUTES:
-        app.router.add_route(method, path, _control(name), expect_handler=answer_expect)
-    add_routes(app, lambda: app[VIEW])
+    door = ControlDoor(config, siblings)
+    add_routes(app, [*CONTROL_ROUTES, *_missing(extras)], control)
+    for extra in extras:
+        add_routes(app, extra.routes, extra.serve)
     dialects = open_dialects(config.dialects)
     for route in dialects:
         app.router.add_post(f"/v1/{route}", call, expect_handler=answer_expect)
-    if config.relay.token is not None:
-        app.router.add_get(RELAY_PATH, _relay, expect_handler=answer_expect)
     app.router.add_post(CONFIRMED_PATH, _confirmed, expect_handler=answer_expect)
     app.router.add_route("*", r"/{path:[\s\S]*}", call, expect_handler=answer_expect)
     app.cleanup_ctx.append(
-        _parts(config, rendering, dialects, engines, store, siblings or Siblings())
+        _parts(config, rendering, dialects, engines, store, siblings, extras, door)
     )
-    app.on_shutdown.append(_end_calls(config.limits.shutdown_s))
+    app.on_shutdown.append(_end_calls(config.limits.shutdown_s, extras))
     return app
 
 
@@ -133,17 +139,25 @@ def _parts(
     engines: Sequence[Engine] | None,
     given_store: Store | None,
     siblings: Siblings,
+    extras: Sequence[Extra],
+    door: ControlDoor,
 ) -> Callable[[web.Application], AsyncGenerator[None, None]]:
     async def run(app: web.Application) -> AsyncGenerator[None, None]:
         store = given_store or await open_store(config.store_url, durability=config.durability)
         app[STORE] = store
         make = partial(make_engine, rendering=rendering)
         replicas = [make(e) for e in config.engines] if engines is None else list(engines)
-        profiles, metrics = Profiles(config.profiles), _metrics(config, replicas)
+        profiles, metrics = Profiles(config.profiles), Metrics()
         router = _make_router(config, rendering, replicas, metrics)
-        await router.start()
         sessions = Sessions(store, config.sessions, profiles, on_end=router.forget)
-        watch = _open_watch(config, store, metrics, sessions)
+        policies = PublishedPolicies(store, router)
+        core = Core(
+            *(config, store, router, rendering, sessions, metrics, policies, door), extras=extras
+        )
+        for extra in extras:
+            await extra.open(core)
+        await router.start()
+        hooks = _Hooks(extras)
         ownership, deliveries = Ownership(store), Deliveries(store)
         backend = Backend(
             store,
@@ -155,69 +169,66 @@ def _parts(
             ProviderTools(config.tools, store),
             context_tokens=config.max_context_tokens or rendering.tokenizer.max_context_tokens,
             call_timeout_s=config.limits.call_timeout_s,
-            on_recorded=watch.recorded,
+            on_turn=hooks.on_turn,
         )
         app[CALLS] = calls = IncomingCalls(backend, config.sessions)
-        if config.relay.token is not None:
-            app[RELAY] = _open_relay(config, router)
         trimmer = Trimmer()
         app[ENDPOINTS] = AgentEndpoints(
             *(sessions, calls, dialects, metrics, config.limits),
-            model_name=_model_name(config),
+            model_name=config.model_name,
             refuse_unknown=config.unknown_fields == "refuse",
             on_release=trimmer.after,
         )
         app[CONTROL_PLANE] = ControlPlane(
             *(config, config.limits, sessions, store, router, metrics, make, siblings, deliveries),
-            relay=app.get(RELAY),
-            marked=watch.settled,
-            document=document(DOCUMENTED),
+            policies=policies,
+            on_create=hooks.on_create,
+            on_end=hooks.on_end,
+            document=document(document_parts(extras)),
         )
-        app[VIEW] = _open_view(config, store, router, rendering, watch)
-        async with app[CONTROL_PLANE].policies.followed(), _removing(store, config.retention):
+        async with policies.followed(), _removing(store, config.retention):
             yield
         trimmer.stop()
-        await watch.close()
+        for extra in reversed(extras):
+            await extra.close()
         await deliveries.close()
         await ownership.stop()
         await router.close()
         if given_store is None:
             await store.close()
-        if isinstance(metrics, ObservedMetrics):
-            await asyncio.to_thread(metrics.close)
 
     return run
 
 
-def _model_name(config: ProxyConfig) -> str:
-    return config.served_model_name or (config.model.name if config.model else "model")
+class _Hooks:
+    """Passes what happens to every extra that overrides the hook."""
 
+    def __init__(self, extras: Sequence[Extra]) -> None:
+        self._extras = extras
+        self._on_turn = [e.on_turn for e in extras if type(e).on_turn is not Extra.on_turn]
 
-def _metrics(config: ProxyConfig, replicas: Sequence[Engine]) -> Metrics:
-    """Raises ConfigurationError if OpenTelemetry is configured and not installed."""
-    if config.telemetry.endpoint is None:
-        return Metrics()
-    telemetry = Telemetry(config.telemetry.endpoint, "agentic-proxy", {})
-    model = _model_name(config)
-    names = [replica.info.name for replica in replicas]
-    providers = dict(zip(names, (engine.kind for engine in config.engines), strict=False))
-    return ObservedMetrics(telemetry, model, providers, in_trial=config.run is not None)
+    async def on_create(self, limits: Mapping[str, Any]) -> None:
+        for extra in self._extras:
+            await extra.on_create(limits)
+
+    def on_turn(self, session_id: str, turn: Turn, model: str) -> None:
+        for hook in self._on_turn:
+            hook(session_id, turn, model)
+
+    async def on_end(self, session_id: str) -> None:
+        for extra in self._extras:
+            await extra.on_end(session_id)
 
 
 def _make_router(
     config: ProxyConfig, rendering: Rendering, replicas: Sequence[Engine], metrics: Metrics
 ) -> Router:
-    admission = CacheAdmission(
-        config.scheduling, share=1 / config.workers, on_admitted=metrics.admitted
-    )
-    metrics.watch(admission.schedule)
     return Router(
         replicas,
         vocab_size=rendering.tokenizer.vocab_size,
         version=config.policy_version,
         patience_s=config.limits.engine_patience_s,
         on_failure=metrics.engine_failed,
-        admission=admission,
     )
 
 
@@ -237,74 +248,27 @@ async def _removing(store: Store, retention: RetentionConfig) -> AsyncIterator[N
         yield
 
 
-def _open_relay(config: ProxyConfig, router: Router) -> RelayHub:
-    assert config.model is not None
-    model = fingerprint(config.model)
-    return RelayHub(config.relay, model, joined=router.add, left=router.remove)
+def _missing(extras: Sequence[Extra]) -> Iterator[Route]:
+    """Routes that answer requests for an extra that is off with how to switch it on."""
+    served = {route.path.split("/")[1] for extra in extras for route in extra.routes}
+    for registered in EXTRAS.values():
+        for path in registered.paths:
+            if path.strip("/") not in served:
+                for each in (path, path + "/{more:.*}"):
+                    yield Route.missing(each, registered.missing)
 
 
-def _open_watch(
-    config: ProxyConfig, store: Store, metrics: Metrics, sessions: Sessions
-) -> RuleWatch:
-    async def act(session_id: str, mark: Mark) -> None:
-        with suppress(SessionError):  # the session was deleted meanwhile
-            await sessions.end_by(mark, session_id)
-
-    watch = RuleWatch(store, config.rules, metrics, act)
-    watch.start()
-    return watch
-
-
-def _open_view(
-    config: ProxyConfig, store: Store, router: Router, rendering: Rendering, watch: RuleWatch
-) -> ViewApi:
-    access = Access(
-        lambda: store.browser,
-        AdminKeys(config),
-        secure=(config.public_url or "").startswith("https:"),
-    )
-    return ViewApi(
-        lambda: store.browser,
-        access,
-        lambda: {
-            "engines": router.infos,
-            "policies": [
-                {"name": each.name, "version": each.version} for each in router.policies.published
-            ],
-            "paused": router.paused,
-            "waiting": router.waiting,
-            "rule_faults": watch.faults,
-        },
-        lambda: rendering.tokenizer,
-        RecordedRuns([] if config.run is None else [config.run], config.published_runs),
-        rules=config.rules,
-    )
-
-
-def _end_calls(shutdown_s: float) -> Callable[[web.Application], Awaitable[None]]:
-    """Refuses new calls, lets those in flight end, and then disconnects the relay's workers."""
+def _end_calls(
+    shutdown_s: float, extras: Sequence[Extra]
+) -> Callable[[web.Application], Awaitable[None]]:
+    """Refuses new calls, lets those in flight end, and then ends the connections of extras."""
 
     async def end(app: web.Application) -> None:
-        app[VIEW].close()
         await app[CALLS].close(shutdown_s)
-        if RELAY in app:
-            await app[RELAY].close()
+        for extra in reversed(extras):
+            await extra.stop()
 
     return end
-
-
-def _control(name: str) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        try:
-            return await request.app[CONTROL_PLANE].handle(name, request)
-        finally:
-            forget_body(request)
-
-    return handle
-
-
-async def _relay(request: web.Request) -> web.StreamResponse:
-    return await request.app[RELAY].connect(request)
 
 
 async def _confirmed(request: web.Request) -> web.StreamResponse:

@@ -63,7 +63,7 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _announce(admin_key: Path | None, config: ProxyConfig, url: str, link: str) -> None:
+def _announce(admin_key: Path | None, config: ProxyConfig, url: str, said: list[str]) -> None:
     from proxy.extras.engines.hosted import TEXT_ONLY  # imported here to keep --help fast
     from proxy.secrecy import without_password
 
@@ -75,7 +75,8 @@ def _announce(admin_key: Path | None, config: ProxyConfig, url: str, link: str) 
         print("this records text, not tokens: for evaluation and SFT, not for RL", flush=True)
     if admin_key is not None:
         print(f"the admin key is in {admin_key}", flush=True)
-    print(f"see everything, live: {url}/#link={link} (opens once)", flush=True)
+    for each in said:
+        print(each.format(url=url), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

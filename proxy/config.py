@@ -8,14 +8,25 @@ Unknown keys are refused. The proxy listens outside loopback only if `admin_key`
 from __future__ import annotations
 
 import ipaddress
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -23,7 +34,7 @@ from pydantic_settings import (
 )
 
 from proxy.errors import ConfigurationError
-from proxy.extras.rules.rules import Rules
+from proxy.extra_registry import section_type
 from proxy.machine.logs import LogKind, LogLevel
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.secrecy import read_secret, shown_value, with_password, with_secret
@@ -33,6 +44,10 @@ from proxy.settings.section import Section
 from proxy.settings.yaml_file import read_yaml, yaml_fault
 
 ENVIRONMENT_PREFIX = "AGENTIC_PROXY_"
+SECTIONS = ("scheduling", "telemetry", "relay", "rules")
+"""The sections of extras."""
+ExtraSection = Any
+"""A section whose type the extra's line in `proxy.extra_registry` names; None: it is not named."""
 
 
 class EngineConfig(Section):
@@ -142,32 +157,6 @@ class LimitsConfig(Section):
     """Seconds that calls in flight get to finish when the process stops."""
 
 
-class SchedulingConfig(Section):
-    """Which sessions sample when the engines' KV caches are too small for all of them. Only engines
-    that report the size of their cache are scheduled."""
-
-    enabled: bool = False
-    """Whether calls wait so that the sessions that sample fit the engines' KV caches. Agents must
-    accept that a call takes `max_wait_s` longer."""
-    max_wait_s: float = Field(default=300.0, gt=0)
-    """Maximum number of seconds that a call waits for room; then it goes to the engine anyway. No
-    call waits for more than a tenth of the time that its session has left, and one that is not
-    streamed for at most half of its client's own time-out, which most clients send."""
-    cache_share: float = Field(default=0.95, gt=0, le=1)
-    """The share of each engine's cache that the sessions of this proxy may use. Set it lower if
-    others call the same engines."""
-
-
-class TelemetryConfig(Section):
-    """OpenTelemetry: a span per model call and tool call, and metrics; in a run also per trial,
-    verifier and step (docs/observe.md)."""
-
-    endpoint: str | None = Field(default=None, pattern=r"^https?://")
-    """The URL of a collector that accepts OTLP over HTTP, such as `http://127.0.0.1:4318`, without
-    `/v1/traces`. Needs the extra `telemetry`. Its keys are in the environment variable
-    OTEL_EXPORTER_OTLP_HEADERS. Default: nothing is sent."""
-
-
 class RetentionConfig(Section):
     """How long recorded sessions are kept; in a run, the folders of its trials, too."""
 
@@ -177,29 +166,6 @@ class RetentionConfig(Section):
     max_bytes: int | None = Field(default=None, gt=0)
     """Size of the store above which the sessions that ended first are removed, until it is smaller;
     only for SQLite. Sessions of the last five minutes are kept. Default: no limit."""
-
-
-class RelayConfig(Section):
-    """Engines behind a firewall, which connect to the proxy (`agentic-worker`)."""
-
-    token: SecretStr | None = None
-    """The secret by which workers authenticate. Without one the relay is off."""
-    token_file: Path | None = None
-    """In place of `token`: a file that contains it."""
-    window: int = Field(default=64, ge=1)
-    """Number of a call's frames (engine steps) that a worker sends before the proxy has taken them;
-    later ones wait in the worker's memory."""
-    grace_s: float = Field(default=30.0, ge=0)
-    """Seconds that a disconnected worker has to reconnect before its calls are cut."""
-    silence_s: float = Field(default=15.0, gt=0)
-    """Seconds without any message, including pongs, after which a connection counts as lost."""
-    max_workers: int = Field(default=256, ge=1)
-    """Number of workers that may be connected; further workers get 503."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_token(cls, data: Any) -> Any:
-        return with_secret(data, "token")
 
 
 class ListenConfig(Section):
@@ -296,17 +262,25 @@ class ProxyConfig(BaseSettings, ListenConfig):
     """Tools of a provider that the proxy runs."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     """Limits of the process."""
-    scheduling: SchedulingConfig = Field(default_factory=SchedulingConfig)
+    scheduling: ExtraSection = None
     """Which sessions sample when the engines' KV caches are too small for all of them."""
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
     """How long recorded sessions are kept."""
-    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    telemetry: ExtraSection = None
     """Where OpenTelemetry's spans and metrics are sent."""
-    relay: RelayConfig = Field(default_factory=RelayConfig)
+    relay: ExtraSection = None
     """Engines behind a firewall, which connect to the proxy."""
-    rules: Rules = Field(default_factory=list)
+    rules: ExtraSection = None
     """Searches that are made in every recorded turn. They mark its session, and may end it or set
     its reward to 0 (docs/view.md)."""
+
+    @field_validator(*SECTIONS, mode="before")
+    @classmethod
+    def _read_section(cls, value: Any, about: ValidationInfo) -> Any:
+        """An extra's section is checked by the extra's own type, which is imported only here."""
+        if value is None:
+            return None
+        return _adapter(about.field_name or "").validate_python(value)
 
     @model_validator(mode="after")
     def _guard_the_network(self) -> Self:
@@ -321,6 +295,11 @@ class ProxyConfig(BaseSettings, ListenConfig):
                 " reached from other machines; switch it off, or listen on 127.0.0.1"
             )
         return self
+
+    @property
+    def model_name(self) -> str:
+        """The name in `/v1/models`."""
+        return self.served_model_name or (self.model.name if self.model else "model")
 
     @property
     def store_url(self) -> str:
@@ -342,7 +321,25 @@ class ProxyConfig(BaseSettings, ListenConfig):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings)
+        return (init_settings, _Environment(settings_cls))
+
+
+class _Environment(EnvSettingsSource):
+    """The environment's variables, also those of sections of extras that they name."""
+
+    def prepare_field_value(
+        self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool
+    ) -> Any:
+        if field_name in SECTIONS:
+            prefix = f"{ENVIRONMENT_PREFIX}{field_name}__".lower()
+            if value is not None or any(name.startswith(prefix) for name in self.env_vars):
+                field = FieldInfo.from_annotation(section_type(field_name))
+        return super().prepare_field_value(field_name, field, value, value_is_complex)
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(section_type(name))
 
 
 def load_config(path: Path | None = None, **overrides: Any) -> ProxyConfig:
@@ -361,7 +358,7 @@ def load_config(path: Path | None = None, **overrides: Any) -> ProxyConfig:
             cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             file = InitSettingsSource(settings_cls, init_kwargs=from_file)
-            return (named["init_settings"], named["env_settings"], file)
+            return (named["init_settings"], _Environment(settings_cls), file)
 
     try:
         config = Loaded(**overrides)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,7 +11,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from proxy.errors import ProxyError
-from proxy.extras.schedule.schedule import SessionSchedule
 from proxy.records import BranchMode, Turn, TurnStatus
 
 MAX_UNKNOWN_NAMES = 100
@@ -23,68 +21,48 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._turns = self._counter("turns", "Turns recorded", "status")
-        self._forks = self._counter("forks", "Turns that forked, by cause", "cause")
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens", "part")
-        self._sampled = self._counter("sampled_tokens", "Sampled tokens")
-        self._refused = self._counter(
+        self._turns = self.counter("turns", "Turns recorded", "status")
+        self._forks = self.counter("forks", "Turns that forked, by cause", "cause")
+        self._prompt = self.counter("prompt_tokens", "Prompt tokens", "part")
+        self._sampled = self.counter("sampled_tokens", "Sampled tokens")
+        self._refused = self.counter(
             "refused_calls", "Calls answered with an error", "dialect", "status"
         )
-        self._unknown_fields = self._counter(
+        self._unknown_fields = self.counter(
             "unknown_fields", "Fields of requests that no known API has", "dialect", "name"
         )
         self._unknown_names: set[str] = set()
-        self._shown = self._counter(
+        self._shown = self.counter(
             "shown_as_text", "Parts of requests that models see as a short text", "type"
         )
-        self._left_out = self._counter(
+        self._left_out = self.counter(
             "tools_left_out", "Tools that only a provider can run, in requests", "type"
         )
         self._noted_types: set[str] = set()
-        self._provider_tools = self._counter(
+        self._provider_tools = self.counter(
             "provider_tool_calls", "Calls of a provider's tools that the proxy ran", "tool", "end"
         )
-        self._spelled = self._counter(
+        self._spelled = self.counter(
             "control_tokens", "Control tokens in texts of users and tools, encoded as text"
         )
-        self._engine_failures = self._counter(
+        self._engine_failures = self.counter(
             "engine_failures",
             "Calls that failed at an engine: status 502 is an unusable answer, 503 no answer",
             "engine",
             "status",
         )
-        self._resumed = self._counter(
+        self._resumed = self.counter(
             "resumed_generations",
             "Answers that another call of an engine continued, by what had happened to the first",
             "cause",
         )
-        self._replayed = self._counter(
+        self._replayed = self.counter(
             "replayed_turns",
             "Recorded turns that answered a call of a branch: exact, or with tolerated differences",
             "match",
         )
-        self._diverged = self._counter(
+        self._diverged = self.counter(
             "diverged_calls", "Calls of a branch that were not the recorded ones", "mode"
-        )
-        self._rule_hits = self._counter(
-            "rule_hits", "Sessions that a search rule has marked", "rule"
-        )
-        self._rules_given_up = self._counter(
-            "rules_given_up",
-            "Turns for which matching a search rule took too long, so that it was given up",
-            "rule",
-        )
-        self._rules_failed = self._counter(
-            "rule_errors",
-            "Errors while search rules were matched, by rule; empty: not those of one rule",
-            "rule",
-        )
-        self._waited = Histogram(
-            "agentic_proxy_admission_wait_seconds",
-            "Seconds that calls waited for room in an engine's cache, by how the wait ended",
-            ["end"],
-            buckets=(0.1, 1, 10, 30, 60, 120, 300, 600),
-            registry=self._registry,
         )
         for status in TurnStatus:
             self._turns.labels(status.value)  # shown from the start
@@ -97,21 +75,18 @@ class Metrics:
             "agentic_proxy_in_flight_calls", "Calls being answered", registry=self._registry
         )
 
-    def _counter(self, name: str, words: str, *labels: str) -> Counter:
+    def counter(self, name: str, words: str, *labels: str) -> Counter:
+        """A new counter, `agentic_proxy_NAME`."""
         return Counter(f"agentic_proxy_{name}", words, labels, registry=self._registry)
 
-    def watch(self, schedule: SessionSchedule) -> None:
-        """Adds the state of the schedule."""
-        for name, words, value in (
-            ("admitted_sessions", "Sessions that have room in an engine's cache", "seated"),
-            ("paused_calls", "Calls that wait for room in an engine's cache", "waiting"),
-        ):
-            gauge = Gauge(f"agentic_proxy_{name}", words, registry=self._registry)
-            gauge.set_function(partial(getattr, schedule, value))
+    def gauge(self, name: str, words: str, value: Callable[[], float]) -> None:
+        """A new gauge, `agentic_proxy_NAME`, with the value of this moment."""
+        Gauge(f"agentic_proxy_{name}", words, registry=self._registry).set_function(value)
 
-    def admitted(self, waited_s: float, overdue: bool) -> None:
-        """A call was admitted to an engine whose cache is scheduled."""
-        self._waited.labels("overdue" if overdue else "admitted").observe(waited_s)
+    def histogram(self, name: str, words: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        """A new histogram, `agentic_proxy_NAME`."""
+        full = f"agentic_proxy_{name}"
+        return Histogram(full, words, labels, buckets=buckets, registry=self._registry)
 
     def recorded(self, turn: Turn, model: str) -> None:
         """A turn is recorded, whose agent requested this model name."""
@@ -157,15 +132,6 @@ class Metrics:
 
     def diverged(self, mode: BranchMode) -> None:
         self._diverged.labels(mode.value).inc()
-
-    def rule_hit(self, rule: str) -> None:
-        self._rule_hits.labels(rule).inc()
-
-    def rule_given_up(self, rule: str) -> None:
-        self._rules_given_up.labels(rule).inc()
-
-    def rule_failed(self, rule: str) -> None:
-        self._rules_failed.labels(rule).inc()
 
     def exposition(self, others: Sequence[bytes] = ()) -> bytes:
         """The metrics in Prometheus' text format, added to those of the expositions in `others`."""

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,27 +19,30 @@ from aiohttp import web
 
 from proxy.app import CONTROL_PLANE, STORE, build_app
 from proxy.config import EngineConfig, ProxyConfig
+from proxy.control.siblings import Siblings
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError, StoreError
-from proxy.extras.several_processes.siblings import Siblings
-from proxy.extras.several_processes.workers import serve_workers
-from proxy.extras.view.access import new_link
+from proxy.extra import open_extras
+from proxy.extra_registry import SEVERAL_PROCESSES
 from proxy.http.server import app_runner
 from proxy.machine.open_files import calls_that_fit
 from proxy.machine.port import BACKLOG, http_url, unusable_port
 from proxy.serving.forwarding import own_address
+from proxy.settings.plugins import load_plugin
 from proxy.store import open_store
+from proxy.store.protocol import Store
 
 GC_THRESHOLDS = (50_000, 20, 100)
 """Calls create few reference cycles, and a full collection walks every session's tree. So full
 collections are rare, and objects that exist at the start are exempt."""
 
 _log = logging.getLogger(__name__)
+Listening = Callable[[ProxyConfig, str, list[str]], None]
 
 
-async def serve(config: ProxyConfig, listening: Callable[[ProxyConfig, str, str], None]) -> None:
+async def serve(config: ProxyConfig, listening: Listening) -> None:
     """Runs until SIGINT or SIGTERM. Calls `listening` with the actual configuration, the URL and
-    the secret of a link that opens the page once.
+    what extras say about it.
 
     Raises:
         ConfigurationError: the proxy cannot start, or `config` has no admin key.
@@ -52,22 +55,23 @@ async def serve(config: ProxyConfig, listening: Callable[[ProxyConfig, str, str]
     async with _engine(config, stop) as with_engine:
         if config.workers > 1:
             store = await open_store(config.store_url, durability=config.durability)
-            secret = await new_link(store.browser)
+            said = await _invitations(with_engine, store)
             await store.close()
-            await serve_workers(with_engine, stop, lambda used, url: listening(used, url, secret))
+            serve_workers = load_plugin("workers", SEVERAL_PROCESSES, {})
+            await serve_workers(with_engine, stop, lambda used, url: listening(used, url, said))
             return
         async with listen(with_engine) as (app, url):
-            listening(with_engine, url, await new_link(app[STORE].browser))
+            listening(with_engine, url, await _invitations(with_engine, app[STORE]))
             await stop.wait()
             await withdraw(app, config)
 
 
 @asynccontextmanager
 async def listen(
-    config: ProxyConfig, *, own_socket: Path | None = None, siblings: Sequence[Path] = ()
+    config: ProxyConfig, *, own_socket: Path | None = None, siblings: Siblings | None = None
 ) -> AsyncIterator[tuple[web.Application, str]]:
     """Listens on the port, and on `own_socket` if there is one; yields the proxy and its URL."""
-    app = build_app(_fitting(config), siblings=Siblings(siblings))
+    app = build_app(_fitting(config), siblings=siblings)
     runner = app_runner(app, handler_cancellation=True)
     await runner.setup()
     gc.collect()
@@ -104,8 +108,9 @@ async def withdraw(app: web.Application, config: ProxyConfig) -> None:
 
 @asynccontextmanager
 async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[ProxyConfig]:
-    """The configuration with an engine: starts a vLLM if it has neither an engine nor a relay."""
-    if config.engines or config.relay.token is not None:
+    """The configuration with an engine: starts a vLLM if it has none, and no extra by which engines
+    join."""
+    if config.engines or any(extra.brings_engines for extra in open_extras(config)):
         yield config
         return
     if config.model is None:
@@ -129,6 +134,11 @@ async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[Pro
         await server.stop()
     if dead:
         raise EngineError(f"vLLM ended: {server.last_words()} (log: {server.log})")
+
+
+async def _invitations(config: ProxyConfig, store: Store) -> list[str]:
+    said = [await extra.invitation(store) for extra in open_extras(config)]
+    return [each for each in said if each]
 
 
 async def _stop_when_it_dies(server: VllmServer, stop: asyncio.Event) -> None:

@@ -14,7 +14,7 @@ import logging
 
 from aiohttp import web
 
-from proxy.extras.several_processes.siblings import is_from_sibling
+from proxy.control.siblings import is_from_sibling
 from proxy.http.server import api_key
 from proxy.machine.logs import AUDIT
 

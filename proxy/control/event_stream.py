@@ -16,8 +16,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from proxy.control.siblings import Siblings, is_from_sibling
 from proxy.errors import StoreError
-from proxy.extras.several_processes.siblings import Siblings, is_from_sibling
 from proxy.records import SessionStatus
 from proxy.serving.sessions import CLOSING, LiveSession
 from proxy.store.protocol import Store

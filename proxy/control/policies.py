@@ -11,14 +11,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from aiohttp import web
 
 from proxy.control.schema import PolicyVersion, check_policy, parsed
+from proxy.control.siblings import is_from_sibling
 from proxy.errors import RequestError, SessionError, StoreError
-from proxy.extras.relay.published_weights import PublishedWeights
-from proxy.extras.several_processes.siblings import is_from_sibling
 from proxy.http.server import read_body
 from proxy.policies import BASE
 from proxy.records import ServedPolicy
@@ -31,31 +31,43 @@ RECONNECT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
+class BaseWeights(Protocol):
+    """What makes engines serve the policy without a name: the weights themselves."""
+
+    @property
+    def wanted(self) -> object:
+        """What the engines are to serve."""
+        ...
+
+    def restore(self, served: ServedPolicy, before: Any) -> None:
+        """Makes the engines serve what was recorded, if `before` is still what is wanted."""
+        ...
+
+
 class PublishedPolicies:
     """Example:
     async with PublishedPolicies(store, router).followed():
         ...  # a version that another proxy publishes is sampled from here, too
     """
 
-    def __init__(
-        self,
-        store: Store,
-        router: Router,
-        weights: PublishedWeights,
-    ) -> None:
-        """`weights` gets the recorded version of the policy without a name: what relay workers
-        pull."""
+    def __init__(self, store: Store, router: Router) -> None:
         self._store = store
         self._router = router
-        self._weights = weights
+        self._base: BaseWeights | None = None
+
+    def follow_base(self, weights: BaseWeights) -> None:
+        """From now on, `weights` gets the recorded version of the policy without a name."""
+        self._base = weights
 
     async def restore(self) -> None:
         """Publishes the recorded version of each policy, except of those that are published while
         they are read."""
-        before, weights = self._router.policies.published, self._weights.wanted
+        before = self._router.policies.published
+        wanted = None if self._base is None else self._base.wanted
         for served in await self._store.get_policies():
             if served.name == BASE.name:
-                self._weights.restore(served, weights)
+                if self._base is not None:
+                    self._base.restore(served, wanted)
                 continue
             current = self._router.policies.current(served.name)
             if current is None or current in before:

@@ -1,20 +1,27 @@
-"""The common part of engines that are reached by HTTP.
+"""The client of an engine that is reached by HTTP. Three plain functions make one:
 
-Each kind adds its wire format: the body of a request, and the chunks in decoded answers.
+    encode(call)                    the body of the request
+    post(upstream, call, received)  sends it, and passes what the engine answers to `received`
+                                    (`posting` makes one of a route and `encode`)
+    decode(payloads, call, given)   the chunks in events that arrived together, or in a whole body
+
+A class of a kind (`VllmEngine`) only puts its three together, and adds how the engine is asked for
+its state.
 
 Invariant: a generation that is cancelled, or whose taker raises an error, before the last chunk is
 aborted at the engine, and one that has ended is not; `info` describes the replica, and
-`info.in_flight` counts its running generations; and an error, or a response that the wire format
-cannot decode, is raised as an EngineError (or an EngineRefusal) with the replica's URL.
+`info.in_flight` counts its running generations; and an error, or a response that cannot be decoded,
+is raised as an EngineError (or an EngineRefusal) with the replica's URL, which is added in one
+place (`Received.take_all`): the functions raise UnusableAnswer and ReportedFailure without it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,10 +30,10 @@ from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_VERSION
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
 from proxy.engines.upstream import MAX_EVENT_BYTES, NOT_OFFERED, NotFound, Upstream
-from proxy.errors import EngineError, EngineRefusal, MissingAdapter, ProxyError
+from proxy.errors import EngineError, EngineRefusal, MissingAdapter
 from proxy.records import Alternatives, FinishReason, Ids
 from proxy.records.alternatives import Reported, table
-from proxy.rendering.tokenizer import Tokenizer
+from proxy.rendering.rendering import Rendering
 
 CONTROL_TIMEOUT_S = 30.0
 """Long, because a server that compiles, or whose machine is overloaded, is slow but not dead."""
@@ -88,32 +95,165 @@ class _Models(msgspec.Struct, gc=False):
 A = TypeVar("A", bound=Answer)
 
 
-class HttpEngine(ABC, Generic[A]):
-    """Implements `proxy.engines.protocol.Engine`."""
+class UnusableAnswer(Exception):
+    """An engine's answer breaks its format. The message is the end of a sentence about it."""
 
-    route: str
-    """The path of generation requests."""
-    _decoder: msgspec.json.Decoder[A]
+
+class ReportedFailure(Exception):
+    """What an engine reports in its answer: the `code` is an HTTP status."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """One call of one replica; `request_id`, `cache_salt` and `stream` as in `Engine.generate`."""
+
+    prompt_ids: Ids
+    sampling: Sampling
+    request_id: str
+    cache_salt: str | None
+    stream: bool
+    info: EngineInfo
+    """The replica's state. `decode` updates its version from the answer."""
+
+
+Encode = Callable[[EngineCall], bytes]
+Decode = Callable[[list[bytes], EngineCall, int], Iterable[Chunk]]
+"""Gets payloads, the call, and the number of tokens before them. Raises UnusableAnswer and
+ReportedFailure, after the chunks before the fault."""
+
+
+class Received:
+    """What an engine has sent for one call. The last chunk is kept until the response has ended."""
+
+    def __init__(self, decode: Decode, upstream: Upstream, call: EngineCall, take: Take) -> None:
+        self.last: Chunk | None = None
+        """The chunk with the finish reason, once it was received."""
+        self.is_unwanted = False
+        """Whether `take` has raised an error."""
+        self.cancels_itself = False
+        """Whether the engine learns without an abort request that nobody wants the rest."""
+        self.is_complete = False
+        """Whether everything up to the finish reason was valid. What follows is read until the
+        response ends, for at most END_WAIT_S and MAX_REST events."""
+        self.time_left: asyncio.Timeout | None = None
+        self._decode = decode
+        self._upstream = upstream
+        self._call = call
+        self._take = take
+        self._tokens = 0
+        self._rest: list[bytes] = []
+
+    def payloads(self, payloads: list[bytes]) -> None:
+        """Takes events that arrived together, or a whole body. Raises EngineError."""
+        said = [payload for payload in payloads if payload != b"[DONE]"]
+        if self.is_complete:
+            self._rest += said
+            if len(self._rest) > MAX_REST:
+                raise self._upstream.fault(
+                    f"sent more than {MAX_REST} events after its finish reason"
+                )
+            return
+        self.take_all(self._decode(said, self._call, self._tokens))
+        if self.last is not None:
+            self.is_complete = True
+            if self.time_left is not None:
+                self.time_left.reschedule(asyncio.get_running_loop().time() + END_WAIT_S)
+
+    def end(self) -> Chunk:
+        """The last chunk, for after the response has ended. Raises EngineError if there is none, or
+        if there was more after it."""
+        self.take_all(self._decode(self._rest, self._call, self._tokens))
+        if self.last is None:
+            raise self._upstream.fault("ended its stream without a finish reason")
+        return self.last
+
+    def take_all(self, chunks: Iterable[Chunk]) -> None:
+        """Takes chunks. Raises EngineError, EngineRefusal, and what the call's `take` raises."""
+        try:
+            for chunk in chunks:
+                self._take_one(chunk)
+        except UnusableAnswer as fault:
+            raise self._upstream.fault(str(fault)) from fault
+        except ReportedFailure as failure:
+            raise self._upstream.refusal(failure.code, failure.message) from failure
+
+    def _take_one(self, chunk: Chunk) -> None:
+        if self.last is not None:
+            if chunk.ids or chunk.finish_reason is not None:
+                raise UnusableAnswer(
+                    "sent tokens or a second finish reason after its finish reason"
+                )
+            return
+        self._tokens += len(chunk.ids)
+        if chunk.finish_reason is not None:
+            self.last = chunk
+            return
+        try:
+            self._take(chunk)
+        except Exception:
+            self.is_unwanted = True
+            raise
+
+
+Post = Callable[[Upstream, EngineCall, Received], Awaitable[None]]
+
+
+def posting(route: str, encode: Encode, *, streams: bool = True) -> Post:
+    """The function that posts what `encode` returns to `route`. `streams`: whether the engine
+    answers in events if the call wants a stream; else it always answers with a whole body."""
+
+    async def post(upstream: Upstream, call: EngineCall, received: Received) -> None:
+        body = encode(call)
+        if not (streams and call.stream):
+            received.payloads([await upstream.post(route, body)])
+            return
+        limit = MAX_EVENT_BYTES if call.sampling.experts_from is None else MAX_EXPERTS_BYTES
+        try:
+            async with asyncio.timeout(None) as received.time_left:
+                await upstream.events(route, body, received.payloads, event_bytes=limit)
+        except (EngineError, TimeoutError):
+            if not received.is_complete:
+                raise
+
+    return post
+
+
+class HttpEngine:
+    """Implements `proxy.engines.protocol.Engine`.
+
+    Example: HttpEngine("http://10.1.2.3:8000", post=posting("/generate", encode), decode=decode)
+    """
 
     def __init__(
         self,
         url: str,
         *,
+        post: Post,
+        decode: Decode,
         name: str | None = None,
         api_key: str | None = None,
         model: str | None = None,
+        health: str = "/health",
         stall_timeout_s: float = 600.0,
     ) -> None:
+        """`health`: the path that a healthy replica answers."""
+        self._health = health
+        self._post = post
+        self._decode = decode
         self._upstream = Upstream(url, api_key=api_key, stall_timeout_s=stall_timeout_s)
         self._info = EngineInfo(
             name=name or urlsplit(self._upstream.url).netloc, url=self._upstream.url, model=model
         )
 
     @classmethod
-    def from_config(cls, config: EngineConfig, tokenizer: Tokenizer) -> Self:
-        """Implements `proxy.engines.registry.MakeEngine`."""
-        key = config.api_key.get_secret_value() if config.api_key else None
-        return cls(config.url, name=config.name, api_key=key, model=config.model)
+    def from_config(cls, config: EngineConfig, rendering: Rendering) -> Self:
+        """Implements `proxy.engines.registry.MakeEngine`, for kinds that need no more than this."""
+        return cls(**connection(config))
 
     @property
     def info(self) -> EngineInfo:
@@ -129,10 +269,11 @@ class HttpEngine(ABC, Generic[A]):
         cache_salt: str | None = None,
         stream: bool = True,
     ) -> None:
-        received = Received(self, sampling, take)
+        call = EngineCall(prompt_ids, sampling, request_id, cache_salt, stream, self._info)
+        received = Received(self._decode, self._upstream, call, take)
         self._info.in_flight += 1
         try:
-            await self._sample(prompt_ids, received, request_id, cache_salt, stream)
+            await self._post(self._upstream, call, received)
             last = received.end()
         except NotFound as error:
             if sampling.adapter:
@@ -152,18 +293,6 @@ class HttpEngine(ABC, Generic[A]):
         finally:
             self._info.in_flight -= 1
         take(last)
-
-    async def _sample(
-        self,
-        prompt_ids: Ids,
-        received: Received,
-        request_id: str,
-        cache_salt: str | None,
-        stream: bool,
-    ) -> None:
-        """Sends the request, and passes what the engine answers to `received`."""
-        body = self._body(prompt_ids, received.sampling, request_id, cache_salt, stream)
-        await (self._stream(body, received) if stream else self._whole(body, received))
 
     async def _abandon(self, request_id: str, received: Received) -> None:
         if received.last is None and not received.cancels_itself:
@@ -189,113 +318,19 @@ class HttpEngine(ABC, Generic[A]):
     async def close(self) -> None:
         await self._upstream.close()
 
-    @abstractmethod
-    def _body(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        request_id: str,
-        cache_salt: str | None,
-        stream: bool,
-    ) -> bytes:
-        """The body of a generation request."""
-
-    @abstractmethod
-    def _chunks(self, answers: Sequence[A], sampling: Sampling, given: int) -> Iterable[Chunk]:
-        """The chunks in events that arrived together (or in a whole body). `given` is the number of
-        tokens before them."""
-
-    def read(self, payloads: list[bytes], sampling: Sampling, given: int) -> Iterator[Chunk]:
-        """The chunks in `payloads`. An error in one is raised after the chunks before it. `given`
-        is the number of tokens before them."""
-        answers: list[A] = []
-        failure: ProxyError | None = None
-        try:
-            decoder = self._decoder_for(sampling)
-            for payload in payloads:
-                answers += [self._decode(decoder, payload)]
-        except ProxyError as error:
-            failure = error
-        yield from self._chunks(answers, sampling, given)
-        if failure is not None:
-            raise failure
-
-    def fault(self, words: str) -> EngineError:
-        """The error for an unusable answer of the engine."""
-        return self._upstream.fault(words)
-
-    def _decoder_for(self, sampling: Sampling) -> msgspec.json.Decoder[A]:
-        return self._decoder
-
-    def _decode(self, decoder: msgspec.json.Decoder[A], payload: bytes) -> A:
-        """Raises EngineError and EngineRefusal."""
-        try:
-            answer = decoder.decode(payload)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise self._upstream.fault(f"sent an invalid response: {error}") from error
-        if answer.error is not None:
-            code = answer.error.code if isinstance(answer.error.code, int) else 500
-            raise self._upstream.refusal(code, answer.error.message)
-        if answer.choices and (len(answer.choices) > 1 or answer.choices[0].index != 0):
-            raise self._upstream.fault(
-                f"sent {len(answer.choices)} choices, or a choice other than 0"
-            )
-        return answer
-
-    def _recorded(self, reported: Reported, sampling: Sampling) -> Alternatives | None:
-        """The alternatives to record, if they are wanted. Raises EngineError."""
-        if not sampling.alternatives:
-            return None
-        try:
-            return table(reported, sampling.alternatives)
-        except ValueError as error:
-            raise self._upstream.fault(f"sent {error}") from error
-
-    def _finish_reason(self, name: str) -> FinishReason:
-        """Raises EngineError for an unknown finish reason."""
-        if name not in _FINISH:
-            raise self._upstream.fault(f"sent the unknown finish reason {name[:40]!r}")
-        return _FINISH[name]
-
-    def _version(self, label: object) -> int:
-        """The version in an engine's weight label, which is `default` until a number is set: the
-        version of these weights is 0, also where an answer reports them after an update.
-
-        Raises EngineError.
-        """
-        text = str(label)
-        if text != FIRST_LABEL and not (text.isascii() and text.isdigit()):
-            return self._info.version
-        self._info.reports_version = True
-        if text == FIRST_LABEL:
-            return 0
-        if len(text) > len(str(MAX_VERSION)) or int(text) > MAX_VERSION:
-            raise self._upstream.fault(
-                f"reported weight version {text[:20]}; the maximum is {MAX_VERSION}"
-            )
-        return int(text)
-
-    async def _stream(self, body: bytes, received: Received) -> None:
-        limit = MAX_EVENT_BYTES if received.sampling.experts_from is None else MAX_EXPERTS_BYTES
-        try:
-            async with asyncio.timeout(None) as received.time_left:
-                await self._upstream.events(self.route, body, received.payloads, event_bytes=limit)
-        except (EngineError, TimeoutError):
-            if not received.is_complete:
-                raise
-
-    async def _whole(self, body: bytes, received: Received) -> None:
-        received.payloads([await self._upstream.post(self.route, body)])
-
-    async def _weight_label(self, path: str) -> object:
-        """The engine's label of its weights; None if it does not report one."""
+    async def _learn_version(self, path: str) -> None:
+        """Requests the engine's label of its weights, which it need not report."""
         said = await self._upstream.get(path, timeout_s=CONTROL_TIMEOUT_S, absent=NOT_OFFERED)
-        return said.get("weight_version") if isinstance(said, dict) else None
+        label = said.get("weight_version") if isinstance(said, dict) else None
+        try:
+            self._info.version = weight_version(label, self._info)
+        except UnusableAnswer as fault:
+            raise self._upstream.fault(str(fault)) from fault
 
     async def _learn(self) -> None:
         """Requests the health each time, and the model and its context length once."""
         info = self._info
-        await self._upstream.get("/health", timeout_s=CONTROL_TIMEOUT_S)
+        await self._upstream.get(self._health, timeout_s=CONTROL_TIMEOUT_S)
         if info.max_context_tokens is not None:
             return
         listing = await self._upstream.get("/v1/models", timeout_s=CONTROL_TIMEOUT_S)
@@ -308,66 +343,57 @@ class HttpEngine(ABC, Generic[A]):
             info.max_context_tokens = model.max_model_len
 
 
-class Received:
-    """What an engine has sent for one call. The last chunk is kept until the response has ended."""
+def connection(config: EngineConfig) -> dict[str, Any]:
+    """The arguments of `HttpEngine` that the configuration gives."""
+    key = config.api_key.get_secret_value() if config.api_key else None
+    return {"url": config.url, "name": config.name, "api_key": key, "model": config.model}
 
-    def __init__(self, engine: HttpEngine[Any], sampling: Sampling, take: Take) -> None:
-        self.sampling = sampling
-        self.last: Chunk | None = None
-        """The chunk with the finish reason, once it was received."""
-        self.is_unwanted = False
-        """Whether `take` has raised an error."""
-        self.cancels_itself = False
-        """Whether the engine learns without an abort request that nobody wants the rest."""
-        self.is_complete = False
-        """Whether everything up to the finish reason was valid. What follows is read until the
-        response ends, for at most END_WAIT_S and MAX_REST events."""
-        self.time_left: asyncio.Timeout | None = None
-        self._engine = engine
-        self._take = take
-        self._tokens = 0
-        self._rest: list[bytes] = []
 
-    def payloads(self, payloads: list[bytes]) -> None:
-        """Takes events that arrived together, or a whole body. Raises EngineError."""
-        said = [payload for payload in payloads if payload != b"[DONE]"]
-        if self.is_complete:
-            self._rest += said
-            if len(self._rest) > MAX_REST:
-                raise self._engine.fault(
-                    f"sent more than {MAX_REST} events after its finish reason"
-                )
-            return
-        for chunk in self._engine.read(said, self.sampling, self._tokens):
-            self.chunk(chunk)
-        if self.last is not None:
-            self.is_complete = True
-            if self.time_left is not None:
-                self.time_left.reschedule(asyncio.get_running_loop().time() + END_WAIT_S)
-
-    def end(self) -> Chunk:
-        """The last chunk, for after the response has ended. Raises EngineError if there is none, or
-        if there was more after it."""
-        for chunk in self._engine.read(self._rest, self.sampling, self._tokens):
-            self.chunk(chunk)
-        if self.last is None:
-            raise self._engine.fault("ended its stream without a finish reason")
-        return self.last
-
-    def chunk(self, chunk: Chunk) -> None:
-        """Takes one chunk. Raises EngineError, and what the call's `take` raises."""
-        if self.last is not None:
-            if chunk.ids or chunk.finish_reason is not None:
-                raise self._engine.fault(
-                    "sent tokens or a second finish reason after its finish reason"
-                )
-            return
-        self._tokens += len(chunk.ids)
-        if chunk.finish_reason is not None:
-            self.last = chunk
-            return
+def answers(payloads: Iterable[bytes], decoder: msgspec.json.Decoder[A]) -> Iterator[A]:
+    """The answers in payloads. Raises UnusableAnswer and ReportedFailure."""
+    for payload in payloads:
         try:
-            self._take(chunk)
-        except Exception:
-            self.is_unwanted = True
-            raise
+            answer = decoder.decode(payload)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise UnusableAnswer(f"sent an invalid response: {error}") from error
+        if answer.error is not None:
+            code = answer.error.code if isinstance(answer.error.code, int) else 500
+            raise ReportedFailure(code, answer.error.message)
+        if answer.choices and (len(answer.choices) > 1 or answer.choices[0].index != 0):
+            raise UnusableAnswer(f"sent {len(answer.choices)} choices, or a choice other than 0")
+        yield answer
+
+
+def recorded(reported: Reported, sampling: Sampling) -> Alternatives | None:
+    """The alternatives to record, if they are wanted. Raises UnusableAnswer."""
+    if not sampling.alternatives:
+        return None
+    try:
+        return table(reported, sampling.alternatives)
+    except ValueError as error:
+        raise UnusableAnswer(f"sent {error}") from error
+
+
+def finish_reason(name: str) -> FinishReason:
+    """Raises UnusableAnswer for an unknown finish reason."""
+    if name not in _FINISH:
+        raise UnusableAnswer(f"sent the unknown finish reason {name[:40]!r}")
+    return _FINISH[name]
+
+
+def weight_version(label: object, info: EngineInfo) -> int:
+    """The version in an engine's weight label, which is `default` until a number is set: the
+    version of these weights is 0, also where an answer reports them after an update. A label of
+    another kind leaves the version that `info` has.
+
+    Raises UnusableAnswer.
+    """
+    text = str(label)
+    if text != FIRST_LABEL and not (text.isascii() and text.isdigit()):
+        return info.version
+    info.reports_version = True
+    if text == FIRST_LABEL:
+        return 0
+    if len(text) > len(str(MAX_VERSION)) or int(text) > MAX_VERSION:
+        raise UnusableAnswer(f"reported weight version {text[:20]}; the maximum is {MAX_VERSION}")
+    return int(text)

@@ -11,7 +11,6 @@ from typing import Protocol
 from proxy.config import EngineConfig
 from proxy.engines.protocol import Engine
 from proxy.rendering.rendering import Rendering
-from proxy.rendering.tokenizer import Tokenizer
 from proxy.settings.plugins import load_plugin
 
 ENGINES = {
@@ -19,20 +18,20 @@ ENGINES = {
     "completions": "proxy.extras.engines.completions:CompletionsEngine.from_config",
     "sglang": "proxy.extras.engines.sglang:SglangEngine.from_config",
     "text": "proxy.extras.engines.text:TextEngine.from_config",
-    "chat": "proxy.extras.engines.chat:ChatEngine.of_model",
+    "chat": "proxy.extras.engines.chat:ChatEngine.from_config",
 }
 """Kind → import path of the factory."""
-_TAKE_MESSAGES = frozenset({"chat"})
-"""Kinds whose factory gets the renderer instead of the tokenizer."""
 
 
 class MakeEngine(Protocol):
-    """Creates the client of one replica without connecting to it.
+    """Creates the client of one replica without connecting to it. `rendering` is that of the
+    proxy's model: with it, an engine that takes messages or text renders, and reads, what it must
+    (`rendering.full`, `rendering.tokenizer`).
 
     Raises ConfigurationError for an invalid URL or key.
     """
 
-    def __call__(self, config: EngineConfig, tokenizer: Tokenizer) -> Engine: ...
+    def __call__(self, config: EngineConfig, rendering: Rendering) -> Engine: ...
 
 
 def make_engine(config: EngineConfig, rendering: Rendering) -> Engine:
@@ -41,6 +40,5 @@ def make_engine(config: EngineConfig, rendering: Rendering) -> Engine:
     Raises:
         ConfigurationError: the kind is unknown, or its factory refuses the configuration.
     """
-    make = load_plugin("engines.kind", config.kind, ENGINES)
-    made: Engine = make(config, rendering if config.kind in _TAKE_MESSAGES else rendering.tokenizer)
-    return made
+    make: MakeEngine = load_plugin("engines.kind", config.kind, ENGINES)
+    return make(config, rendering)

@@ -10,24 +10,40 @@ reason `abort` becomes CUT.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import starmap
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import orjson
 
-from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, Choice, HttpEngine, Received
+from proxy.engines.http_engine import (
+    CONTROL_TIMEOUT_S,
+    Answer,
+    Choice,
+    EngineCall,
+    HttpEngine,
+    Received,
+    ReportedFailure,
+    UnusableAnswer,
+    answers,
+    finish_reason,
+    posting,
+    recorded,
+    weight_version,
+)
+from proxy.engines.missing_logprob import MISSING_LOGPROB
 from proxy.engines.prompt_json import PromptJson
-from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.engines.upstream import Upstream
 from proxy.engines.vllm_metrics import METRICS, cache_tokens, load_details
 from proxy.errors import EngineError
-from proxy.extras.binary_route.client import MAX_PROMPT_TOKENS, FramesClient, Ranked
-from proxy.extras.binary_route.frames import MISSING_LOGPROB, CallEnd
+from proxy.extra_registry import BINARY_ROUTE_CLIENT
 from proxy.records import Ids, RoutedExperts, VersionSpan
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.records.routed_experts import load, load_text
+from proxy.settings.plugins import load_plugin
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -59,7 +75,9 @@ class _Logprobs(msgspec.Struct, Generic[T], gc=False):
     content: list[T] | None = None
 
 
-class _Version(msgspec.Struct, gc=False):
+class WeightSpan(msgspec.Struct, gc=False):
+    """Which weights sampled the tokens from `start` to `end` of an answer."""
+
     version: str
     start: int
     end: int
@@ -70,7 +88,7 @@ class _Choice(Choice, Generic[T], gc=False):
     logprobs: _Logprobs[T] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    weight_versions: list[_Version] | None = None
+    weight_versions: list[WeightSpan] | None = None
     routed_experts: str | None = None
 
 
@@ -78,25 +96,86 @@ class _Answer(Answer, Generic[T], gc=False):
     choices: list[_Choice[T]] = msgspec.field(default_factory=list)
 
 
-class VllmEngine(HttpEngine[_Answer[Any]]):
-    """Implements `proxy.engines.protocol.Engine`."""
+_DECODER = msgspec.json.Decoder(_Answer[_Token])
+"""Passes over alternatives, which take half the time of decoding an answer."""
+_RANKED_DECODER = msgspec.json.Decoder(_Answer[_RankedToken])
 
-    route = GENERATE
-    _decoder = msgspec.json.Decoder(_Answer[_Token])
-    """Passes over alternatives, which take half the time of decoding an answer."""
-    _ranked_decoder = msgspec.json.Decoder(_Answer[_RankedToken])
+
+Ranked = list[list[tuple[int, float]]]
+"""For each token the ids and log-probabilities of the sampled one and the most probable ones."""
+
+
+class CallEnd(Protocol):
+    """The end of a call of the binary route: either `finish` or `error` is set."""
+
+    finish: str | None
+    stop: int | str | None
+    versions: list[tuple[str, int, int]]
+    routed_experts: bytes | None
+    error: str | None
+    code: int
+
+
+class BinaryRoute(Protocol):
+    """The client of a route that has the same requests and answers as `GENERATE`, without JSON."""
+
+    max_prompt_tokens: int
+
+    async def connect(self) -> bool:
+        """Connects, unless it is connected. False if the server does not have the route. Raises
+        EngineError: the server cannot be reached."""
+        ...
+
+    async def sample(
+        self,
+        prompt_ids: Ids,
+        request: dict[str, Any],
+        take: Callable[[list[int], list[float], Ranked | None, Any], None],
+    ) -> None:
+        """Passes ids, log-probabilities, alternatives and a `CallEnd` to `take`. Raises
+        EngineError, and what `take` raises."""
+        ...
+
+    def forget(self, session_id: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class VllmEngine(HttpEngine):
+    """Posts by the binary route where the server has it."""
 
     def __init__(self, url: str, **more: Any) -> None:
-        super().__init__(url, **more)
         self._prompts = PromptJson()
-        self._frames = FramesClient(
-            self._upstream.address, stall_timeout_s=self._upstream.stall_timeout_s
-        )
+        self._post_json = posting(GENERATE, partial(encode, self._prompts))
+        super().__init__(url, post=self._post_by_either_route, decode=decode, **more)
+        self._frames = _binary_route(self._upstream)
         self._has_frames: bool | None = None
         """Whether the server has the binary route; None: not known since it has last failed."""
         self._info.adapters = True
         self._metrics_read = False
         self._sends_load = False
+
+    async def _post_by_either_route(
+        self, upstream: Upstream, call: EngineCall, received: Received
+    ) -> None:
+        frames = await self._open_frames(call)
+        if frames is None:
+            return await self._post_json(upstream, call, received)
+        received.cancels_itself = True
+
+        def take(*sampled: Any) -> None:
+            received.take_all(decode_frame(call, *sampled))
+
+        await frames.sample(call.prompt_ids, request(call), take)
+
+    async def _open_frames(self, call: EngineCall) -> BinaryRoute | None:
+        """The binary route, connected; None if the call is to go by the other one."""
+        frames = self._frames
+        if frames is None or len(call.prompt_ids) > frames.max_prompt_tokens:
+            return None
+        if self._has_frames:
+            self._has_frames = await frames.connect()
+        return frames if self._has_frames else None
 
     async def abort(self, request_id: str) -> None:
         body = orjson.dumps({"request_ids": [REQUEST_PREFIX + request_id]})
@@ -104,7 +183,8 @@ class VllmEngine(HttpEngine[_Answer[Any]]):
 
     def forget(self, session_id: str) -> None:
         self._prompts.forget(session_id)
-        self._frames.forget(session_id)
+        if self._frames is not None:
+            self._frames.forget(session_id)
 
     async def check(self) -> None:
         try:
@@ -114,15 +194,16 @@ class VllmEngine(HttpEngine[_Answer[Any]]):
             raise
 
     async def close(self) -> None:
-        await self._frames.close()
+        if self._frames is not None:
+            await self._frames.close()
         await super().close()
 
     async def _learn(self) -> None:
         read, self._metrics_read = self._metrics_read, False  # a check that fails reads them again
         await super()._learn()
         self._metrics_read = read or await self._read_metrics()
-        self._info.version = self._version(await self._weight_label("/weight_info"))
-        if self._has_frames is None:
+        await self._learn_version("/weight_info")
+        if self._has_frames is None and self._frames is not None:
             with contextlib.suppress(EngineError):  # the other routes work
                 self._has_frames = await self._frames.connect()
 
@@ -140,133 +221,129 @@ class VllmEngine(HttpEngine[_Answer[Any]]):
         self._sends_load = self._sends_load or bool(self._info.details)
         return not self._sends_load
 
-    async def _sample(
-        self,
-        prompt_ids: Ids,
-        received: Received,
-        request_id: str,
-        cache_salt: str | None,
-        stream: bool,
-    ) -> None:
-        if self._has_frames and len(prompt_ids) <= MAX_PROMPT_TOKENS:
-            self._has_frames = await self._frames.connect()
-        if not self._has_frames or len(prompt_ids) > MAX_PROMPT_TOKENS:
-            return await super()._sample(prompt_ids, received, request_id, cache_salt, stream)
-        received.cancels_itself = True
-        request = self._request(received.sampling, request_id, cache_salt, stream)
-        await self._frames.sample(prompt_ids, request, partial(self._take, received))
 
-    def _take(
-        self,
-        received: Received,
-        ids: list[int],
-        logprobs: list[float],
-        ranked: Ranked | None,
-        end: CallEnd | None,
-    ) -> None:
-        """Passes on what the binary route has sent. Raises EngineError."""
-        sampling, chunk = received.sampling, Chunk(ids, logprobs)
-        self._check_logprobs(logprobs)
-        if sampling.alternatives or sampling.top_logprobs:
-            self._add_ranked(chunk, ranked or [[] for _ in ids], sampling)
-        if end is not None and end.error is None:
-            chunk.finish_reason = self._finish_reason(end.finish or "")
-            chunk.stop_reason = end.stop
-            chunk.versions = self._versions(starmap(_Version, end.versions))
-            if sampling.experts_from is not None and end.routed_experts is not None:
-                chunk.routed_experts = self._experts(load, end.routed_experts)
-        if ids or chunk.finish_reason is not None:
-            received.chunk(chunk)
-        if end is not None and end.error is not None:
-            raise self._upstream.refusal(end.code, end.error)
+def _binary_route(upstream: Upstream) -> BinaryRoute | None:
+    """None where the extra is not there."""
+    if BINARY_ROUTE_CLIENT is None:
+        return None
+    client = load_plugin("engines.kind", BINARY_ROUTE_CLIENT, {})
+    made: BinaryRoute = client(upstream.address, stall_timeout_s=upstream.stall_timeout_s)
+    return made
 
-    def _body(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        request_id: str,
-        cache_salt: str | None,
-        stream: bool,
-    ) -> bytes:
-        body = self._request(sampling, request_id, cache_salt, stream)
-        ids = self._prompts.dump(prompt_ids, request_id.rpartition("#")[0])
-        return b'{"token_ids":%b,%b' % (ids, orjson.dumps(body)[1:])
 
-    def _request(
-        self, sampling: Sampling, request_id: str, cache_salt: str | None, stream: bool
-    ) -> dict[str, Any]:
-        """The fields of a generation request besides the ids."""
-        body = {
-            "request_id": request_id,
-            "sampling_params": sampling_params(sampling),
-            "stream": stream,
-        }
-        if (model := sampling.adapter or self._info.model) is not None:
-            body["model"] = model
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        return body
+def encode(prompts: PromptJson, call: EngineCall) -> bytes:
+    """The body of a request of the JSON route."""
+    ids = prompts.dump(call.prompt_ids, call.request_id.rpartition("#")[0])
+    return b'{"token_ids":%b,%b' % (ids, orjson.dumps(request(call))[1:])
 
-    def _decoder_for(self, sampling: Sampling) -> msgspec.json.Decoder[_Answer[Any]]:
-        ranked = sampling.alternatives or sampling.top_logprobs
-        return self._ranked_decoder if ranked else self._decoder
 
-    def _chunks(
-        self, answers: Sequence[_Answer[Any]], sampling: Sampling, given: int
-    ) -> Iterable[Chunk]:
-        choices = [choice for answer in answers for choice in answer.choices]
-        return [self._chunk(choices, sampling)] if choices else []
+def request(call: EngineCall) -> dict[str, Any]:
+    """The fields of a request besides the ids, for either route."""
+    body = {
+        "request_id": call.request_id,
+        "sampling_params": sampling_params(call.sampling),
+        "stream": call.stream,
+    }
+    if (model := call.sampling.adapter or call.info.model) is not None:
+        body["model"] = model
+    if call.cache_salt is not None:
+        body["cache_salt"] = call.cache_salt
+    return body
 
-    def _chunk(self, choices: list[_Choice[Any]], sampling: Sampling) -> Chunk:
-        """One chunk from the choices of events that came together (all are choice 0)."""
-        chunk = Chunk([], [])
-        tokens: list[Any] = []
-        for choice in choices:
-            if chunk.finish_reason is not None:
-                raise self._upstream.fault("sent an event after its finish reason")
-            chunk.ids += choice.token_ids or ()
-            tokens += (choice.logprobs and choice.logprobs.content) or ()
-            if choice.finish_reason is not None:
-                chunk.finish_reason = self._finish_reason(choice.finish_reason)
-                chunk.stop_reason = choice.stop_reason
-                chunk.versions = self._versions(choice.weight_versions or ())
-                if sampling.experts_from is not None and choice.routed_experts is not None:
-                    chunk.routed_experts = self._experts(load_text, choice.routed_experts)
-        chunk.logprobs = [token.logprob for token in tokens]
-        self._check(chunk, tokens)
-        if sampling.alternatives or sampling.top_logprobs:
-            tops = [[(a.token_id, a.logprob) for a in token.top_logprobs] for token in tokens]
-            self._add_ranked(chunk, tops, sampling)
-        return chunk
 
-    def _add_ranked(self, chunk: Chunk, tops: Ranked, sampling: Sampling) -> None:
-        chunk.alternatives = self._recorded(tops, sampling)
-        if sampling.top_logprobs:
-            chunk.top_logprobs = [top[: sampling.top_logprobs] for top in tops]
+def decode(payloads: list[bytes], call: EngineCall, given: int) -> Iterator[Chunk]:
+    """One chunk for all events that arrived together."""
+    ranked = call.sampling.alternatives or call.sampling.top_logprobs
+    decoder: msgspec.json.Decoder[_Answer[Any]] = _RANKED_DECODER if ranked else _DECODER
+    choices: list[_Choice[Any]] = []
+    failure: Exception | None = None
+    try:
+        for answer in answers(payloads, decoder):
+            choices += answer.choices
+    except (UnusableAnswer, ReportedFailure) as error:
+        failure = error
+    if choices:
+        yield _chunk(choices, call)
+    if failure is not None:
+        raise failure
 
-    def _versions(self, spans: Iterable[_Version]) -> tuple[VersionSpan, ...]:
-        versions = tuple(VersionSpan(self._version(s.version), s.start, s.end) for s in spans)
-        if versions:
-            self._info.version = versions[-1].version
-        return versions
 
-    def _experts(self, load: Callable[[D], RoutedExperts | None], data: D) -> RoutedExperts | None:
-        try:
-            return load(data)
-        except ValueError as error:
-            raise self._upstream.fault(f"sent unreadable routed experts: {error}") from error
+def decode_frame(
+    call: EngineCall,
+    ids: list[int],
+    logprobs: list[float],
+    ranked: Ranked | None,
+    end: CallEnd | None,
+) -> Iterator[Chunk]:
+    """The chunk in what the binary route has sent."""
+    chunk = Chunk(ids, logprobs)
+    _check_logprobs(logprobs)
+    if call.sampling.alternatives or call.sampling.top_logprobs:
+        _add_ranked(chunk, ranked or [[] for _ in ids], call.sampling)
+    if end is not None and end.error is None:
+        chunk.finish_reason = finish_reason(end.finish or "")
+        chunk.stop_reason = end.stop
+        chunk.versions = version_spans(starmap(WeightSpan, end.versions), call.info)
+        if call.sampling.experts_from is not None and end.routed_experts is not None:
+            chunk.routed_experts = _experts(load, end.routed_experts)
+    if ids or chunk.finish_reason is not None:
+        yield chunk
+    if end is not None and end.error is not None:
+        raise ReportedFailure(end.code, end.error)
 
-    def _check(self, chunk: Chunk, tokens: list[_Token]) -> None:
-        if chunk.ids != [token.token_id for token in tokens]:
-            raise self._upstream.fault(
-                f"sent {len(chunk.ids)} tokens and log-probabilities of {len(tokens)} tokens, or of"
-                " different ones"
-            )
-        self._check_logprobs(chunk.logprobs)
 
-    def _check_logprobs(self, logprobs: list[float]) -> None:
-        if logprobs and min(logprobs) <= MISSING_LOGPROB:
-            raise self._upstream.fault("sent a token without its log-probability")
+def _chunk(choices: list[_Choice[Any]], call: EngineCall) -> Chunk:
+    """One chunk from the choices of events that came together (all are choice 0)."""
+    chunk = Chunk([], [])
+    tokens: list[Any] = []
+    for choice in choices:
+        if chunk.finish_reason is not None:
+            raise UnusableAnswer("sent an event after its finish reason")
+        chunk.ids += choice.token_ids or ()
+        tokens += (choice.logprobs and choice.logprobs.content) or ()
+        if choice.finish_reason is not None:
+            chunk.finish_reason = finish_reason(choice.finish_reason)
+            chunk.stop_reason = choice.stop_reason
+            chunk.versions = version_spans(choice.weight_versions or (), call.info)
+            if call.sampling.experts_from is not None and choice.routed_experts is not None:
+                chunk.routed_experts = _experts(load_text, choice.routed_experts)
+    chunk.logprobs = [token.logprob for token in tokens]
+    if chunk.ids != [token.token_id for token in tokens]:
+        raise UnusableAnswer(
+            f"sent {len(chunk.ids)} tokens and log-probabilities of {len(tokens)} tokens, or of"
+            " different ones"
+        )
+    _check_logprobs(chunk.logprobs)
+    if call.sampling.alternatives or call.sampling.top_logprobs:
+        tops = [[(a.token_id, a.logprob) for a in token.top_logprobs] for token in tokens]
+        _add_ranked(chunk, tops, call.sampling)
+    return chunk
+
+
+def _add_ranked(chunk: Chunk, tops: Ranked, sampling: Sampling) -> None:
+    chunk.alternatives = recorded(tops, sampling)
+    if sampling.top_logprobs:
+        chunk.top_logprobs = [top[: sampling.top_logprobs] for top in tops]
+
+
+def version_spans(spans: Iterable[WeightSpan], info: EngineInfo) -> tuple[VersionSpan, ...]:
+    """The versions of an answer, the last of which is the replica's. Raises UnusableAnswer."""
+    versions = tuple(VersionSpan(weight_version(s.version, info), s.start, s.end) for s in spans)
+    if versions:
+        info.version = versions[-1].version
+    return versions
+
+
+def _experts(load: Callable[[D], RoutedExperts | None], data: D) -> RoutedExperts | None:
+    try:
+        return load(data)
+    except ValueError as error:
+        raise UnusableAnswer(f"sent unreadable routed experts: {error}") from error
+
+
+def _check_logprobs(logprobs: list[float]) -> None:
+    if logprobs and min(logprobs) <= MISSING_LOGPROB:
+        raise UnusableAnswer("sent a token without its log-probability")
 
 
 def sampling_params(s: Sampling) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import orjson
 
+from proxy.engines.missing_logprob import MISSING_LOGPROB
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import GENERATE
-from proxy.extras.binary_route.frames import MISSING_LOGPROB
 from proxy.records import Ids, Logprobs
 
 AT_ONCE = 32

@@ -30,7 +30,7 @@ from proxy.engines.vllm_launch import EarlyOrders
 from proxy.engines.vllm_log import cause_of_end
 from proxy.engines.vllm_nodes import ServerPart, node_environment
 from proxy.errors import ConfigurationError, EngineError
-from proxy.extras.binary_route.vllm import FramesRoute
+from proxy.extra_registry import BINARY_ROUTE_SERVER
 from proxy.machine.port import http_url, loopback, usable_port
 from proxy.secrecy import inherited, pipe_with
 from proxy.settings.section import Section
@@ -316,7 +316,7 @@ def server_arguments(config: VllmConfig) -> list[str]:
     }
     argv = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     argv += ["--disable-uvicorn-access-log"]
-    argv += ["--middleware", f"{FramesRoute.__module__}.{FramesRoute.__name__}"]
+    argv += ["--middleware", BINARY_ROUTE_SERVER] if BINARY_ROUTE_SERVER is not None else []
     argv += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
     argv += vllm_platform.installed().server_arguments(config.kv_cache_gib)
     argv += ["--enable-sleep-mode"] if config.sleep else []

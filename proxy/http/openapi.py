@@ -1,24 +1,18 @@
-"""Makes the OpenAPI 3.1 document from the routes and the types of what they take and answer.
-
-Invariant: a route without an `Operation` cannot be described, so that none is forgotten.
-"""
+"""Makes the OpenAPI 3.1 document from the declared routes (`proxy.http.route`)."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from proxy.http.route import Route, Who
+
 _REF = "#/components/schemas/{model}"
-_PARAMETER = re.compile(r"\{(\w+)[^}]*\}")
 _TEXT = {"type": "string"}
-
-Route: TypeAlias = tuple[str, str, str]
-"""Method, path, and name of the handler."""
-
 
 CLOSED = ConfigDict(extra="forbid")
 """Of a typed dictionary: what it describes has no key that the schema lacks."""
@@ -48,25 +42,6 @@ class ErrorBody(Schema):
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """One handler. Bodies are pydantic models, or typed dictionaries that the handler returns."""
-
-    summary: str
-    answer: type | None = None
-    takes: type | None = None
-    status: int = 200
-    refusals: tuple[int, ...] = ()
-    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
-    """The parameters of `query` that must be given."""
-    other_types: tuple[str, ...] = ()
-    """Content types that are sent if `Accept` names them (always, if there is no `answer`)."""
-    events: Mapping[str, type] = field(default_factory=dict)
-    """What the data of server-sent events are, by the name of the event."""
-    open_to_all: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class DocumentPart:
     """Routes that ask for the same key. `key` is a name in `securitySchemes`."""
 
@@ -74,17 +49,15 @@ class DocumentPart:
     key: str
     about_key: str
     routes: Sequence[Route]
-    operations: Mapping[str, Operation]
-    """By the handler's name."""
 
 
 def document(parts: Sequence[DocumentPart]) -> dict[str, Any]:
-    """Raises KeyError for a route without an operation."""
+    """The document of these routes."""
     types = {ErrorBody} | {
         kind
         for part in parts
-        for operation in part.operations.values()
-        for kind in (operation.answer, operation.takes, *operation.events.values())
+        for route in part.routes
+        for kind in (route.answer, route.takes, *route.events.values())
         if kind is not None
     }
     adapters: list[tuple[str, Any, TypeAdapter[Any]]] = [
@@ -94,9 +67,8 @@ def document(parts: Sequence[DocumentPart]) -> dict[str, Any]:
     _, schemas = TypeAdapter.json_schemas(adapters, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for part in parts:
-        for method, path, name in part.routes:
-            plain = _PARAMETER.sub(r"{\1}", path)
-            paths.setdefault(plain, {})[method.lower()] = _operation(part, name, plain)
+        for route in filter(attrgetter("documented"), part.routes):
+            paths.setdefault(route.plain_path, {})[route.method.lower()] = _operation(part, route)
     return {
         "openapi": "3.1.0",
         "info": {"title": "agentic-proxy", "version": "1"},
@@ -112,33 +84,34 @@ def document(parts: Sequence[DocumentPart]) -> dict[str, Any]:
     }
 
 
-def _operation(part: DocumentPart, name: str, path: str) -> dict[str, Any]:
-    operation = part.operations[name]
-    names = _PARAMETER.findall(path)
-    parameters = [{"name": n, "in": "path", "required": True, "schema": _TEXT} for n in names] + [
-        {"name": n, "in": "query", "required": n in operation.needs, "schema": s}
-        for n, s in operation.query.items()
+def _operation(part: DocumentPart, route: Route) -> dict[str, Any]:
+    parameters = [
+        {"name": n, "in": "path", "required": True, "schema": _TEXT} for n in route.parameters
+    ] + [
+        {"name": n, "in": "query", "required": n in route.needs, "schema": s}
+        for n, s in route.query.items()
     ]
-    content: dict[str, Any] = {kind: {} for kind in operation.other_types}
-    if operation.answer is not None:
-        content["application/json"] = _content(operation.answer)
-    if operation.events:
-        data = {event: _content(kind)["schema"] for event, kind in operation.events.items()}
+    content: dict[str, Any] = {kind: {} for kind in route.other_types}
+    if route.answer is not None:
+        content["application/json"] = _content(route.answer)
+    if route.events:
+        data = {event: _content(kind)["schema"] for event, kind in route.events.items()}
         content["text/event-stream"] = {"schema": _TEXT, "x-event-data": data}
-    refusals = operation.refusals if operation.open_to_all else (*operation.refusals, 401)
+    is_open = route.who is Who.ANYONE
+    refusals = route.refusals if is_open else (*route.refusals, 401)
     described: dict[str, Any] = {
-        "operationId": "_".join([*name.split("/"), *(names if name == "create" else [])]),
-        "summary": operation.summary,
+        "operationId": route.operation_id,
+        "summary": route.summary,
         "tags": [part.title],
         "parameters": parameters,
-        "security": [] if operation.open_to_all else [{part.key: []}],
+        "security": [] if is_open else [{part.key: []}],
         "responses": {
-            str(operation.status): {"description": operation.summary, "content": content},
+            str(route.status): {"description": route.summary, "content": content},
             **{str(status): _refusal(status) for status in sorted(refusals)},
         },
     }
-    if operation.takes is not None:
-        described["requestBody"] = {"content": {"application/json": _content(operation.takes)}}
+    if route.takes is not None:
+        described["requestBody"] = {"content": {"application/json": _content(route.takes)}}
     return described
 
 

@@ -15,10 +15,9 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
 from secrets import token_hex
 
-from proxy.config import SchedulingConfig
+from proxy.cache_room import AlwaysRoom, CacheRoom, RoomClaim
 from proxy.engines.protocol import Engine, EngineInfo
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
-from proxy.extras.schedule.admission import CacheAdmission, RoomClaim
 from proxy.policies import Policies
 from proxy.records import ServedPolicy
 
@@ -87,7 +86,7 @@ class Router:
         pause_timeout_s: float = 900.0,
         patience_s: float = 120.0,
         on_failure: Callable[[str, EngineError], None] = lambda engine, error: None,
-        admission: CacheAdmission | None = None,
+        admission: CacheRoom | None = None,
     ) -> None:
         """`vocab_size`: every sampled id is below it. `pause_timeout_s`: how long a call waits for
         `resume` before it is refused. `patience_s`: how long an answer may stand still after its
@@ -98,7 +97,7 @@ class Router:
         self._engines = {engine.info.name: engine for engine in engines}
         self._vocab_size = vocab_size
         self._on_failure = on_failure
-        self._admission = admission or CacheAdmission(SchedulingConfig(enabled=False))
+        self._admission: CacheRoom = admission or AlwaysRoom()
         self._version = version
         self._checks = HealthChecks(self._ask, check_interval_s)
         self._pause_timeout_s = pause_timeout_s
@@ -132,7 +131,7 @@ class Router:
     @property
     def waiting(self) -> int:
         """Number of calls that wait for room in an engine's cache."""
-        return self._admission.schedule.waiting
+        return self._admission.waiting
 
     @property
     def patience_s(self) -> float:
@@ -143,6 +142,10 @@ class Router:
     def vocab_size(self) -> int:
         """Every sampled id is below it."""
         return self._vocab_size
+
+    def admit_by(self, admission: CacheRoom) -> None:
+        """Lets `admission` decide from now on. To be called before `start`."""
+        self._admission = admission
 
     def set_version(self, version: int) -> None:
         self._version = version

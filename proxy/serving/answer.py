@@ -20,12 +20,12 @@ from typing import Any
 
 from msgspec import structs
 
+from proxy.cache_room import RoomClaim
 from proxy.conversation.free_form import with_free_calls
 from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
 from proxy.engines.protocol import Chunk
 from proxy.errors import RequestError
-from proxy.extras.schedule.admission import RoomClaim
 from proxy.records import (
     FinishReason,
     ForkCause,

@@ -28,13 +28,14 @@ class Backend:
     context_tokens: int | None
     """The configured limit on prompt and answer together, besides the engines' own."""
     call_timeout_s: float
-    on_recorded: Callable[[str, Turn], None] = lambda session_id, turn: None
-    """Gets each recorded turn with the session that made the call; returns at once."""
+    on_turn: Callable[[str, Turn, str], None] = lambda session_id, turn, model: None
+    """Gets each recorded turn with the session that made the call and the requested model name;
+    returns at once."""
 
     def recorded(self, session_id: str, turn: Turn, model: str) -> None:
         """Counts a turn whose answer is recorded, and hands it on."""
         self.metrics.recorded(turn, model)
-        self.on_recorded(session_id, turn)
+        self.on_turn(session_id, turn, model)
 
     @property
     def room(self) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from proxy.engines import vllm
-from proxy.extras.binary_route.frames import MISSING_LOGPROB
+from proxy.engines.missing_logprob import MISSING_LOGPROB
 from proxy.extras.engines import completions, sglang
 from proxy.records import RoutedExperts, routed_experts
 

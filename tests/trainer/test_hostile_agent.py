@@ -18,9 +18,9 @@ from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.verifier import Verifier, VerifierConfig
 from agent_loop.trial.config import TrialConfig
 from proxy import wall
+from proxy.app import document_parts
 from proxy.client import ProxyClient
-from proxy.control.operations import OPERATIONS
-from proxy.control.plane import ROUTES
+from proxy.http.route import Who
 from proxy.records import SessionKind
 from proxy.testing.scripted_engine import ScriptedEngine
 from tests.proxy.checkpoint import write_checkpoint
@@ -119,9 +119,9 @@ def _thief() -> tuple[str, ...]:
 
 def _environment(run: Path) -> dict[str, str]:
     routes = [
-        (method, re.sub(r"\{[^}]*\}", "somebody-else", path))
-        for method, path, name in ROUTES
-        if not OPERATIONS[name].open_to_all
+        (route.method, re.sub(r"\{[^}]*\}", "somebody-else", route.path))
+        for route in document_parts()[0].routes
+        if route.who not in (Who.ANYONE, Who.WORKER)
     ]
     return {"RUN": str(run), "NEEDLE_END": NEEDLE[-8:], "ROUTES": json.dumps(routes)}
 

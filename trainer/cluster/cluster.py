@@ -12,7 +12,8 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from proxy.config import RetentionConfig, TelemetryConfig
+from proxy.config import RetentionConfig
+from proxy.extras.telemetry.spans import TelemetryConfig
 from proxy.settings.section import Section
 from trainer.cluster.proxy_server import ProxyServerConfig
 from trainer.cluster.rank_zero import RankZero

@@ -7,7 +7,7 @@
     rl.sync                   the engines' first weights, before the first step
     evaluation before, saving, …   the other phases of the trainer
 
-Invariant: as `proxy.extras.telemetry`: nothing here waits for the collector.
+Invariant: as `proxy.extras.telemetry.spans`: nothing here waits for the collector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.records import Group, Rollout, RolloutStatus
-from proxy.extras.telemetry import SECONDS, Telemetry, TimedSpan, plain_text, trial_context
+from proxy.extras.telemetry.spans import SECONDS, Telemetry, TimedSpan, plain_text, trial_context
 from proxy.secrecy import without_credentials
 from trainer.run.phases import EndedPhase
 

@@ -19,8 +19,7 @@ from pydantic import Field
 from agent_loop.evaluator import EvalReport, bootstrap_interval, is_judged
 from agent_loop.producers.protocol import Producer, ReportsProduction
 from agent_loop.records import Group, Rollout
-from proxy.config import TelemetryConfig
-from proxy.extras.telemetry import Telemetry
+from proxy.extras.telemetry.spans import Telemetry, TelemetryConfig
 from proxy.machine.logs import LogLevel
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import remove_steps_after

@@ -33,7 +33,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from proxy.config import SECTIONS, ProxyConfig
 from proxy.errors import ConfigurationError
+from proxy.extra_registry import section_type
 from proxy.settings.hub import model_folder
 from proxy.settings.section import Section
 from trainer.algorithms.part import NamedPart, Parts
@@ -74,7 +76,9 @@ def keys_of(
         if name == "name" and prefix.endswith("]"):
             continue  # the path contains the part's name
         path = f"{prefix}.{name}" if prefix else name
-        nested = _parts(field.metadata) or tuple(_models(field.annotation))
+        is_late = model is ProxyConfig and name in SECTIONS
+        annotation = section_type(name) if is_late else field.annotation
+        nested = _parts(field.metadata) or tuple(_models(annotation))
         text = documented.get(name, "") or (_summary(nested[0]) if nested else "")
         yield Key(path, " ".join(text.split()), field, nested)
         for each in nested:

@@ -53,11 +53,15 @@ the end of the call. An error that it raises ends the call."""
 
 
 class FramesClient:
-    """Example:
+    """Implements `proxy.engines.vllm.BinaryRoute`.
+
+    Example:
     frames = FramesClient(EngineAddress.parse(url))
     if await frames.connect():
         await frames.sample(prompt_ids, request, take)
     """
+
+    max_prompt_tokens = MAX_PROMPT_TOKENS
 
     def __init__(
         self,

@@ -20,8 +20,6 @@ PATH = "/inference/v1/frames"
 """Below `/inference`, which vLLM's `--api-key` guards."""
 ID = np.dtype("<i4")
 LOGPROB = np.dtype("<f8")
-MISSING_LOGPROB = -9999.0
-"""vLLM's value for NaN, minus infinity, or a token that is not in its table."""
 
 
 class StartCall(msgspec.Struct, tag="start", array_like=True, gc=False):

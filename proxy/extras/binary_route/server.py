@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from proxy.engines.missing_logprob import MISSING_LOGPROB
 from proxy.extras.binary_route.frames import (
     ID,
     LOGPROB,
-    MISSING_LOGPROB,
     CallEnd,
     Sampled,
     StartCall,

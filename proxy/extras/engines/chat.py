@@ -11,7 +11,8 @@ is recorded with a log-probability of NaN, which trajectories refuse.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -19,11 +20,21 @@ import orjson
 
 from proxy.config import EngineConfig
 from proxy.conversation.messages import Conversation, Message, ToolCall
-from proxy.engines.http_engine import Answer, Choice, HttpEngine, Received
+from proxy.engines.http_engine import (
+    Answer,
+    Choice,
+    EngineCall,
+    HttpEngine,
+    UnusableAnswer,
+    answers,
+    connection,
+    finish_reason,
+    posting,
+)
 from proxy.engines.protocol import Chunk, Sampling
-from proxy.errors import EngineError, RequestError
+from proxy.errors import RequestError
 from proxy.extras.engines.text_only import check_sampling
-from proxy.records import FinishReason, Ids
+from proxy.records import FinishReason
 from proxy.rendering.answers import answer_ids
 from proxy.rendering.rendering import Rendering
 
@@ -67,99 +78,89 @@ class _Answer(Answer, gc=False):
     choices: list[_Choice] = msgspec.field(default_factory=list)
 
 
-class ChatEngine(HttpEngine[_Answer]):
-    """Implements `proxy.engines.protocol.Engine`. Reports neither token ids nor versions, and
-    returns each answer as a whole."""
+_DECODER = msgspec.json.Decoder(_Answer)
 
-    route = ROUTE
-    _decoder = msgspec.json.Decoder(_Answer)
+
+class ChatEngine(HttpEngine):
+    """Reports neither token ids nor versions, and returns each answer as a whole."""
 
     def __init__(self, url: str, *, rendering: Rendering, **more: Any) -> None:
-        super().__init__(url, **more)
-        self._rendering = rendering
+        """`rendering` is that of the proxy's model."""
+        post = posting(ROUTE, partial(encode, rendering), streams=False)
+        super().__init__(url, post=post, decode=partial(decode, rendering), **more)
         self._info.text_only = True
 
     @classmethod
-    def of_model(cls, config: EngineConfig, rendering: Rendering) -> Self:
-        """`rendering` is that of the proxy's model."""
-        key = config.api_key.get_secret_value() if config.api_key else None
-        return cls(
-            config.url, rendering=rendering, name=config.name, api_key=key, model=config.model
-        )
-
-    def _body(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        request_id: str,
-        cache_salt: str | None,
-        stream: bool,
-    ) -> bytes:
-        asked = self._conversation(sampling, prompt_ids)
-        body: dict[str, Any] = {
-            "model": self._info.model,
-            "messages": [_chat(message) for message in asked.messages],
-            "max_completion_tokens": sampling.max_tokens,
-        }
-        if asked.tools:
-            body["tools"] = asked.tools
-        for name, neutral in _OPTIONAL.items():
-            if getattr(sampling, name) != neutral:
-                body[name] = getattr(sampling, name)
-        if sampling.stop:
-            body["stop"] = list(sampling.stop)
-        return orjson.dumps(body)
-
-    def _conversation(self, sampling: Sampling, prompt_ids: Ids) -> Conversation:
-        """Raises RequestError for a request that the route cannot express."""
-        check_sampling(sampling, "the hosted model")
-        asked = sampling.conversation
-        if asked is None or asked.raw is not None:
-            raise RequestError("prompt: the hosted model takes messages only", param="prompt")
-        end = self._rendering.full(asked)[-END_IDS:].tolist()
-        begun = prompt_ids[-END_IDS:].tolist() != end
-        if begun or (asked.messages and asked.messages[-1].role == "assistant"):
-            raise RequestError(
-                "messages: the hosted model cannot continue an answer that the request begins "
-                "(tool_choice, or a last assistant message)",
-                param="messages",
-            )
-        return asked
-
-    async def _stream(self, body: bytes, received: Received) -> None:
-        await self._whole(body, received)
-
-    def _chunks(
-        self, answers: Sequence[_Answer], sampling: Sampling, given: int
-    ) -> Iterator[Chunk]:
-        for answer in answers:
-            for choice in answer.choices:
-                yield self._chunk(choice, sampling)
-
-    def _chunk(self, choice: _Choice, sampling: Sampling) -> Chunk:
-        """Raises EngineError if the model's chat template cannot express the answer."""
-        reason = choice.finish_reason or "stop"
-        ended = FinishReason.STOP if reason == "tool_calls" else self._finish_reason(reason)
-        said, asked = choice.message, sampling.conversation or Conversation([])
-        calls = [
-            ToolCall(call.id, call.function.name, call.function.arguments)
-            for call in said.tool_calls or ()
-        ]
-        answer = Message("assistant", said.content or "", said.reasoning_content, calls)
-        cut = ended is FinishReason.LENGTH
-        ids = answer_ids(self._rendering, asked, answer, truncated=cut)
-        if ids is None:
-            raise EngineError(
-                f"engine {self._upstream.url} gave an answer that the chat template of the proxy's "
-                "model cannot express",
-                status=502,
-            )
-        return Chunk(ids, [math.nan] * len(ids), finish_reason=ended)
+    def from_config(cls, config: EngineConfig, rendering: Rendering) -> Self:
+        return cls(rendering=rendering, **connection(config))
 
     async def _learn(self) -> None:
         """Hosted models have no route for their health; the model's name is requested once."""
         if self._info.model is None:
             await super()._learn()
+
+
+def encode(rendering: Rendering, call: EngineCall) -> bytes:
+    """The body of a request, with messages. Raises RequestError for a call that the route cannot
+    express."""
+    sampling = call.sampling
+    asked = _conversation(rendering, call)
+    body: dict[str, Any] = {
+        "model": call.info.model,
+        "messages": [_chat(message) for message in asked.messages],
+        "max_completion_tokens": sampling.max_tokens,
+    }
+    if asked.tools:
+        body["tools"] = asked.tools
+    for name, neutral in _OPTIONAL.items():
+        if getattr(sampling, name) != neutral:
+            body[name] = getattr(sampling, name)
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    return orjson.dumps(body)
+
+
+def decode(
+    rendering: Rendering, payloads: list[bytes], call: EngineCall, given: int
+) -> Iterator[Chunk]:
+    """The answer as one chunk. Raises UnusableAnswer if the chat template of the proxy's model
+    cannot express it."""
+    for answer in answers(payloads, _DECODER):
+        for choice in answer.choices:
+            yield _chunk(rendering, choice, call.sampling)
+
+
+def _conversation(rendering: Rendering, call: EngineCall) -> Conversation:
+    check_sampling(call.sampling, "the hosted model")
+    asked = call.sampling.conversation
+    if asked is None or asked.raw is not None:
+        raise RequestError("prompt: the hosted model takes messages only", param="prompt")
+    end = rendering.full(asked)[-END_IDS:].tolist()
+    begun = call.prompt_ids[-END_IDS:].tolist() != end
+    if begun or (asked.messages and asked.messages[-1].role == "assistant"):
+        raise RequestError(
+            "messages: the hosted model cannot continue an answer that the request begins "
+            "(tool_choice, or a last assistant message)",
+            param="messages",
+        )
+    return asked
+
+
+def _chunk(rendering: Rendering, choice: _Choice, sampling: Sampling) -> Chunk:
+    reason = choice.finish_reason or "stop"
+    ended = FinishReason.STOP if reason == "tool_calls" else finish_reason(reason)
+    said, asked = choice.message, sampling.conversation or Conversation([])
+    calls = [
+        ToolCall(call.id, call.function.name, call.function.arguments)
+        for call in said.tool_calls or ()
+    ]
+    answer = Message("assistant", said.content or "", said.reasoning_content, calls)
+    ids = answer_ids(rendering, asked, answer, truncated=ended is FinishReason.LENGTH)
+    if ids is None:
+        raise UnusableAnswer(
+            "gave an answer that the chat template of the proxy's model cannot express"
+        )
+    return Chunk(ids, [math.nan] * len(ids), finish_reason=ended)
 
 
 def _chat(message: Message) -> dict[str, Any]:

@@ -8,17 +8,29 @@ of the distribution after temperature and before top-p and top-k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import orjson
 
-from proxy.engines.http_engine import CONTROL_TIMEOUT_S, Answer, HttpEngine
-from proxy.engines.protocol import Chunk, Sampling
+from proxy.engines.http_engine import (
+    CONTROL_TIMEOUT_S,
+    Answer,
+    EngineCall,
+    HttpEngine,
+    ReportedFailure,
+    UnusableAnswer,
+    answers,
+    finish_reason,
+    posting,
+    recorded,
+    weight_version,
+)
+from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.errors import RequestError
-from proxy.records import Ids, VersionSpan
+from proxy.records import VersionSpan
 
 GENERATE = "/generate"
 ABORT = "/abort_request"
@@ -45,11 +57,14 @@ class _Answer(Answer, gc=False):
     meta_info: _Meta | None = None
 
 
-class SglangEngine(HttpEngine[_Answer]):
-    """Implements `proxy.engines.protocol.Engine`."""
+_DECODER = msgspec.json.Decoder(_Answer)
 
-    route = GENERATE
-    _decoder = msgspec.json.Decoder(_Answer)
+
+class SglangEngine(HttpEngine):
+    """Reports weight versions, and is told when a call ends early."""
+
+    def __init__(self, url: str, **more: Any) -> None:
+        super().__init__(url, post=posting(GENERATE, encode), decode=decode, **more)
 
     async def abort(self, request_id: str) -> None:
         await self._upstream.post(
@@ -58,71 +73,68 @@ class SglangEngine(HttpEngine[_Answer]):
 
     async def _learn(self) -> None:
         await super()._learn()
-        self._info.version = self._version(await self._weight_label("/get_model_info"))
+        await self._learn_version("/get_model_info")
 
-    def _body(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        request_id: str,
-        cache_salt: str | None,
-        stream: bool,
-    ) -> bytes:
-        body = {
-            "rid": request_id,
-            "input_ids": np.ascontiguousarray(prompt_ids),
-            "sampling_params": _sampling_params(sampling),
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "top_logprobs_num": max(sampling.alternatives, sampling.top_logprobs),
-            "stream": stream,
-        }
-        if cache_salt is not None:
-            body["extra_key"] = cache_salt
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def _chunks(
-        self, answers: Sequence[_Answer], sampling: Sampling, given: int
-    ) -> Iterator[Chunk]:
-        for answer in answers:
-            chunk = self._chunk(answer.meta_info, sampling, given)
-            given += len(chunk.ids)
-            yield chunk
+def encode(call: EngineCall) -> bytes:
+    """The body of a request."""
+    sampling = call.sampling
+    body = {
+        "rid": call.request_id,
+        "input_ids": np.ascontiguousarray(call.prompt_ids),
+        "sampling_params": _sampling_params(sampling),
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": max(sampling.alternatives, sampling.top_logprobs),
+        "stream": call.stream,
+    }
+    if call.cache_salt is not None:
+        body["extra_key"] = call.cache_salt
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def _chunk(self, meta: _Meta | None, sampling: Sampling, given: int) -> Chunk:
-        """The new tokens after the first `given` ones."""
-        if meta is None:
-            raise self._upstream.fault("sent a response without meta_info")
-        new = meta.completion_tokens - given
-        if new < 0:
-            raise self._upstream.fault(f"sent {given} tokens before, but now reports {-new} fewer")
-        entries = meta.output_token_logprobs[-new:] if new else []
-        if len(entries) != new:
-            raise self._upstream.fault(f"sent {len(entries)} of {new} new log-probabilities")
-        logprobs = [p for p, _, _ in entries if p is not None]
-        if len(logprobs) != len(entries):
-            raise self._upstream.fault("sent a token without its log-probability")
-        chunk = Chunk([token for _, token, _ in entries], logprobs)
-        if meta.output_top_logprobs and new > 0:
-            tops = [
-                [(token, p) for p, token, _ in top or () if p is not None]
-                for top in meta.output_top_logprobs[-new:]
-            ]
-            chunk.alternatives = self._recorded(tops, sampling)
-            if sampling.top_logprobs:
-                chunk.top_logprobs = [top[: sampling.top_logprobs] for top in tops]
-        if meta.finish_reason is not None:
-            self._finish(chunk, meta, meta.finish_reason)
-        return chunk
 
-    def _finish(self, chunk: Chunk, meta: _Meta, finish: _Finish) -> None:
-        if finish.type == "abort" and finish.status_code is not None:
-            raise self._upstream.refusal(finish.status_code, finish.message)
-        chunk.finish_reason = self._finish_reason(finish.type)
-        chunk.stop_reason = finish.matched if isinstance(finish.matched, int | str) else None
-        if meta.weight_version is not None and meta.completion_tokens:
-            self._info.version = self._version(meta.weight_version)
-            chunk.versions = (VersionSpan(self._info.version, 0, meta.completion_tokens),)
+def decode(payloads: list[bytes], call: EngineCall, given: int) -> Iterator[Chunk]:
+    """One chunk per event: its tokens after the first `given` ones."""
+    for answer in answers(payloads, _DECODER):
+        chunk = _chunk(answer.meta_info, call, given)
+        given += len(chunk.ids)
+        yield chunk
+
+
+def _chunk(meta: _Meta | None, call: EngineCall, given: int) -> Chunk:
+    if meta is None:
+        raise UnusableAnswer("sent a response without meta_info")
+    new = meta.completion_tokens - given
+    if new < 0:
+        raise UnusableAnswer(f"sent {given} tokens before, but now reports {-new} fewer")
+    entries = meta.output_token_logprobs[-new:] if new else []
+    if len(entries) != new:
+        raise UnusableAnswer(f"sent {len(entries)} of {new} new log-probabilities")
+    logprobs = [p for p, _, _ in entries if p is not None]
+    if len(logprobs) != len(entries):
+        raise UnusableAnswer("sent a token without its log-probability")
+    chunk = Chunk([token for _, token, _ in entries], logprobs)
+    if meta.output_top_logprobs and new > 0:
+        tops = [
+            [(token, p) for p, token, _ in top or () if p is not None]
+            for top in meta.output_top_logprobs[-new:]
+        ]
+        chunk.alternatives = recorded(tops, call.sampling)
+        if call.sampling.top_logprobs:
+            chunk.top_logprobs = [top[: call.sampling.top_logprobs] for top in tops]
+    if meta.finish_reason is not None:
+        _finish(chunk, meta, meta.finish_reason, call.info)
+    return chunk
+
+
+def _finish(chunk: Chunk, meta: _Meta, finish: _Finish, info: EngineInfo) -> None:
+    if finish.type == "abort" and finish.status_code is not None:
+        raise ReportedFailure(finish.status_code, finish.message)
+    chunk.finish_reason = finish_reason(finish.type)
+    chunk.stop_reason = finish.matched if isinstance(finish.matched, int | str) else None
+    if meta.weight_version is not None and meta.completion_tokens:
+        info.version = weight_version(meta.weight_version, info)
+        chunk.versions = (VersionSpan(info.version, 0, meta.completion_tokens),)
 
 
 def _sampling_params(s: Sampling) -> dict[str, Any]:

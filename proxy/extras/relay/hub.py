@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
-from proxy.config import RelayConfig
 from proxy.errors import ConfigurationError, EngineError, RequestError
 from proxy.extras.relay.engine import RelayEngine, Tensors
 from proxy.extras.relay.protocol import (
@@ -31,6 +30,7 @@ from proxy.extras.relay.protocol import (
     decode_to_proxy,
     encode,
 )
+from proxy.extras.relay.section import RelayConfig
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,20 @@ from urllib.parse import quote
 from aiohttp import web
 
 from proxy.control.schema import parsed
-from proxy.errors import RequestError, SessionError
+from proxy.errors import SessionError
 from proxy.extras.relay.engine import RelayEngine
 from proxy.extras.relay.hub import RelayHub
 from proxy.extras.relay.protocol import Weights
-from proxy.extras.relay.weights_schema import PATIENCE_S, NewWeights, TensorsView
+from proxy.extras.relay.weights_schema import (
+    PATIENCE_S,
+    HeldTypes,
+    NewWeights,
+    TensorsView,
+    WeightsView,
+)
 from proxy.extras.several_processes.other_proxies import ask_others
+from proxy.http.openapi import Nothing
+from proxy.http.route import route
 from proxy.http.server import bounded_number, read_body
 from proxy.policies import BASE
 from proxy.records import ServedPolicy
@@ -41,33 +49,40 @@ MAX_WAIT_S = 300.0
 class PublishedWeights:
     """Example: PublishedWeights(store, hub).restore(ServedPolicy("", 12, "run-a/v000012-…"))"""
 
-    def __init__(self, store: Store, hub: RelayHub | None) -> None:
-        """`hub` is None if the proxy has no relay."""
+    def __init__(self, store: Store, hub: RelayHub) -> None:
         self._store = store
         self._hub = hub
 
     @property
     def wanted(self) -> Weights | None:
         """The weights that the workers of this proxy are to serve."""
-        return None if self._hub is None else self._hub.weights
+        return self._hub.weights
 
     def restore(self, served: ServedPolicy, before: Weights | None) -> None:
         """Makes the workers serve what another proxy, or this one before, has recorded. `before`
         is what was wanted when the record was read: newer weights stay. The patience of a request
         to another proxy is not recorded."""
         weights = Weights(served.adapter, served.version)
-        if self._hub is not None and self._hub.weights == before != weights:
+        if self._hub.weights == before != weights:
             self._hub.want(weights, PATIENCE_S)
 
+    @route(
+        "PUT",
+        "/weights",
+        name="publish_weights",
+        summary="Makes every relay worker pull published weights; sampling continues meanwhile",
+        answer=Nothing,
+        takes=NewWeights,
+        refusals=(400, 409),
+    )
     async def publish(self, request: web.Request) -> web.Response:
         """Makes every worker pull and serve the weights.
 
         Raises:
-            RequestError: 409, the proxy has no relay.
             SessionError: 409, the weights belong to another run.
         """
         new = parsed(NewWeights, await read_body(request))
-        hub = self._relay()
+        hub = self._hub
         served = ServedPolicy(BASE.name, new.version, new.publication, new.run)
         if not await self._store.publish_policy(served):
             found = await self._store.get_policies()
@@ -81,15 +96,31 @@ class PublishedWeights:
         hub.want(Weights(new.publication, new.version), new.patience_s)
         return web.json_response({})
 
+    @route(
+        "DELETE",
+        "/weights/runs/{run}",
+        name="release_weights",
+        summary="Lets other runs publish weights, if they belong to this run",
+        answer=Nothing,
+        refusals=(409,),
+    )
     async def release(self, request: web.Request) -> web.Response:
         """Lets other runs publish weights, if these belong to this run."""
         await self._store.release_policy(BASE.name, request.match_info["run"])
         return web.json_response({})
 
+    @route(
+        "POST",
+        "/weights/types",
+        summary="In which types the engines of relay workers hold the weights of a trainer",
+        answer=HeldTypes,
+        takes=TensorsView,
+        refusals=(400, 409),
+    )
     async def held_types(self, request: web.Request) -> web.Response:
         """In which types the engines of workers hold weights, also those of other proxies on the
         store."""
-        hub, body = self._relay(), await read_body(request)
+        hub, body = self._hub, await read_body(request)
         asked = parsed(TensorsView, body, TYPES_BYTES).tensors
         tensors = tuple((name, dtype, tuple(shape)) for name, dtype, shape in asked)
         own = hub.held_dtypes(tensors, TYPES_S)
@@ -102,10 +133,19 @@ class PublishedWeights:
             held |= {each and tuple(each) for each in other["held_dtypes"]}
         return web.json_response({"held_dtypes": list(held)})
 
+    @route(
+        "GET",
+        "/weights",
+        name="show_weights",
+        summary="Which weights each relay worker serves; with `wait_s`, once all have settled",
+        answer=WeightsView,
+        refusals=(400, 409),
+        query={"wait_s": {"type": "number"}},
+    )
     async def show(self, request: web.Request) -> web.Response:
         """What each worker serves, also those of other proxies on the store, once each has the
         weights or has failed, or after `wait_s`."""
-        hub = self._relay()
+        hub = self._hub
         wait_s = bounded_number(request.query.get("wait_s", "0"), "wait_s", 0, 1e9)
         until = asyncio.get_running_loop().time() + min(wait_s, MAX_WAIT_S)
         if OWN in request.query:
@@ -121,14 +161,6 @@ class PublishedWeights:
             await hub.until_settled(until, needs_worker=True)
             views[0] = _view(hub)
         return web.json_response(_merged(views))
-
-    def _relay(self) -> RelayHub:
-        if self._hub is None:
-            raise RequestError(
-                "this proxy has no relay; set relay.token, with which workers connect to it",
-                status=409,
-            )
-        return self._hub
 
 
 def _view(hub: RelayHub) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from pydantic import with_config
 from typing_extensions import TypedDict
@@ -27,6 +26,7 @@ from proxy.extras.rules.rules import ActiveRule, RuleConfig, saved_rules
 from proxy.extras.rules.terms import MatchingTime
 from proxy.http.openapi import CLOSED
 from proxy.http.valid_json import valid_text
+from proxy.metrics import Metrics
 from proxy.records import Mark, RuleAction, Turn, TurnStatus
 from proxy.secrecy import without_credentials
 from proxy.store.browser import WrittenTurn
@@ -60,28 +60,28 @@ class RuleFault(TypedDict):
     error: str
 
 
-class RuleCounters(Protocol):
-    """Counts for the metrics."""
-
-    def rule_hit(self, rule: str) -> None: ...
-
-    def rule_given_up(self, rule: str) -> None: ...
-
-    def rule_failed(self, rule: str) -> None: ...
-
-
 class RuleWatch:
     """The rules of one proxy process. `start` begins to match, `close` ends it."""
 
     def __init__(
-        self, store: Store, configured: Sequence[RuleConfig], metrics: RuleCounters, act: Act
+        self, store: Store, configured: Sequence[RuleConfig], metrics: Metrics, act: Act
     ) -> None:
         """`act` is called with each match of a rule that does more than mark. It may be called
         again for the same match, and returns if there is nothing to do."""
         self._store = store
         self._configured = [ActiveRule.of(rule) for rule in configured]
-        self._metrics = metrics
         self._act = act
+        self._hits = metrics.counter("rule_hits", "Sessions that a search rule has marked", "rule")
+        self._given_up = metrics.counter(
+            "rules_given_up",
+            "Turns for which matching a search rule took too long, so that it was given up",
+            "rule",
+        )
+        self._errors = metrics.counter(
+            "rule_errors",
+            "Errors while search rules were matched, by rule; empty: not those of one rule",
+            "rule",
+        )
         self._rules = self._configured
         self._read_at = -READ_S
         self._waiting: OrderedDict[str, dict[int, Turn | None]] = OrderedDict()
@@ -226,12 +226,12 @@ class RuleWatch:
                 "search rule %s took longer than %g s for turn %d of session %s and was given up",
                 *(rule.name, RULE_S, turn.index, session_id),
             )
-            self._metrics.rule_given_up(rule.name)
+            self._given_up.labels(rule.name).inc()
 
     async def _apply(self, rule: ActiveRule, session_id: str, turn: int, text: str) -> None:
         mark = Mark(rule.name, rule.action, turn, time.time(), text)
         if await self._store.browser.add_mark(session_id, mark):
-            self._metrics.rule_hit(rule.name)
+            self._hits.labels(rule.name).inc()
             event = {"rule": mark.rule, "action": mark.action, "turn": mark.turn}
             await self._store.add_event(session_id, "marked", event | {"found": mark.found})
         if rule.action is not RuleAction.MARK:
@@ -244,7 +244,7 @@ class RuleWatch:
             *(rule or "(any)", turn, session_id),
             exc_info=error,
         )
-        self._metrics.rule_failed(rule)
+        self._errors.labels(rule).inc()
         said = valid_text(without_credentials(f"{type(error).__name__}: {error}"))[:FAULT_CHARS]
         self._faults.append(
             {"rule": rule, "session": session_id, "turn": turn, "at": time.time(), "error": said}

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from proxy.config import SchedulingConfig
+from proxy.cache_room import RoomClaim
 from proxy.extras.schedule.openings import Openings
 from proxy.extras.schedule.schedule import RoomGrant, SessionSchedule
-from proxy.records import Ids
+from proxy.extras.schedule.section import SchedulingConfig
 
 FIRST_ANSWER_TOKENS = 256.0
 """The expected length of an answer before any has ended."""
@@ -25,27 +24,8 @@ WEIGHT = 0.05
 """The weight of each answer in the mean length."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoomClaim:
-    """What the schedule must know about a call.
-
-    Example: RoomClaim("t-1#7", "t-1", prompt_tokens=12_000, max_tokens=4096)
-    """
-
-    call_id: str
-    session_id: str
-    prompt_tokens: int
-    """0 for a further sample of a prompt that is sampled already."""
-    max_tokens: int
-    group: str = ""
-    max_wait_s: float | None = None
-    """How long the caller can wait, if that is known."""
-    prompt: Ids | None = None
-    """The prompt, which shows what it shares with other sessions' prompts; None: nothing."""
-
-
 class CacheAdmission:
-    """The calls of one proxy that wait for room in a cache. One event loop uses it."""
+    """Implements `proxy.cache_room.CacheRoom`. One event loop uses it."""
 
     def __init__(
         self,
@@ -69,6 +49,11 @@ class CacheAdmission:
     def active(self) -> bool:
         """Whether any call may have to wait."""
         return self.schedule.active
+
+    @property
+    def waiting(self) -> int:
+        """Number of calls that wait."""
+        return self.schedule.waiting
 
     def report(self, replica: str, cache_tokens: int | None) -> None:
         """The replica is healthy, and its KV cache holds this many tokens, if that is known."""

@@ -16,16 +16,16 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
+from proxy.control.siblings import FROM_SIBLING, is_from_sibling
 from proxy.errors import ProxyError
 from proxy.http.server import read_body
 
-FROM_SIBLING = "X-Agentic-Proxy-Sibling"
-"""Header of a request from a sibling, which is not forwarded again."""
 TIMEOUT_S = 10.0
 
 
-class Siblings:
-    """The other processes. Each listens on a Unix socket that only its user can access."""
+class ProcessSiblings:
+    """Implements `proxy.control.siblings.Siblings`. Each of the others listens on a Unix
+    socket that only its user can access."""
 
     def __init__(self, sockets: Sequence[Path] = ()) -> None:
         self._sockets = {str(path): path for path in sockets}
@@ -94,8 +94,3 @@ class Siblings:
         ):
             response.raise_for_status()
             yield response
-
-
-def is_from_sibling(request: web.Request) -> bool:
-    """Whether a sibling sent the request. Only its Unix socket has no peer address."""
-    return FROM_SIBLING in request.headers and request.remote in (None, "")

@@ -16,6 +16,7 @@ import sys
 import uvloop
 
 from proxy.errors import ConfigurationError
+from proxy.extras.several_processes.siblings import ProcessSiblings
 from proxy.extras.several_processes.workers import WorkerPart
 from proxy.machine import logs
 from proxy.process import listen, withdraw
@@ -43,7 +44,9 @@ async def _serve(part: WorkerPart) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     loop.add_reader(sys.stdin.fileno(), stop.set)
-    async with listen(part.config, own_socket=part.own_socket, siblings=part.siblings) as (app, _):
+    async with listen(
+        part.config, own_socket=part.own_socket, siblings=ProcessSiblings(part.siblings)
+    ) as (app, _):
         with contextlib.suppress(BrokenPipeError):
             os.write(sys.stdout.fileno(), b"listening\n")
         await stop.wait()

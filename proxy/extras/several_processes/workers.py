@@ -52,7 +52,7 @@ async def serve_workers(
     Raises:
         ConfigurationError: a process refuses its configuration, or repeatedly fails to start.
     """
-    if config.relay.token is not None:
+    if config.relay is not None and config.relay.token is not None:
         raise ConfigurationError(
             "workers must be 1 with relay.token, because a relay worker joins one process"
         )

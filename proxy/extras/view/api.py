@@ -1,4 +1,4 @@
-"""The requests of the page: one handler per entry of `ROUTES`, which `operations` describes.
+"""The requests of the page, and who may make them.
 
 Invariant: all of them but `log_in` need a cookie or a key (`access`), and change nothing in the
 record but saved search rules and published runs. All but `run/trace`, which is sent while it is
@@ -24,21 +24,27 @@ from proxy.extras.view.access import Access
 from proxy.extras.view.answers import (
     ForksPage,
     HitsPage,
+    NewsJson,
     RecordState,
+    RuleName,
     RulesAnswer,
+    Secret,
     SessionsPage,
     StateAnswer,
     StateJson,
 )
-from proxy.extras.view.json_answer import ViewHandler, answer
+from proxy.extras.view.json_answer import answer
 from proxy.extras.view.live import LiveFeed
+from proxy.extras.view.parameters import COUNT, NUMBER, SET, TEXT, up_to
 from proxy.extras.view.publish_requests import PublishRequests
 from proxy.extras.view.query import choice, count, number
 from proxy.extras.view.run_requests import RunRequests
 from proxy.extras.view.runs import RecordedRuns
 from proxy.extras.view.session_requests import SessionRequests
 from proxy.extras.view.summaries import head_json, summary_json
-from proxy.http.server import answer_expect, read_body
+from proxy.http.openapi import Nothing
+from proxy.http.route import Route, Who, add_routes, route, routes_of
+from proxy.http.server import read_body
 from proxy.records import ForkCause, SessionKind, SessionStatus
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.browser import Browser, SessionPage
@@ -79,38 +85,55 @@ class ViewApi:
         self._rules = rules
         self._record_state = state
         self._feed = LiveFeed(browser, self._whole_state)
-        self._handlers: dict[str, ViewHandler] = {
-            "log_in": self._log_in,
-            "log_out": self._log_out,
-            "live": self._live,
-            "state": self._state,
-            "sessions": self._sessions,
-            "forks": self._forks,
-            "search": self._search,
-            "rules": self._show_rules,
-            "rules/save": self._save_rule,
-            "rules/remove": self._remove_rule,
-            **SessionRequests(browser, self._runs, tokenizer).handlers,
-            **RunRequests(browser, self._runs).handlers,
-            **PublishRequests(access, self._runs.published).handlers,
+        self._owners = {
+            type(owner): owner
+            for owner in (
+                self,
+                pages.PageFiles(),
+                SessionRequests(browser, self._runs, tokenizer),
+                RunRequests(browser, self._runs),
+                PublishRequests(self._runs.published),
+            )
         }
+        """The objects whose methods are the handlers."""
 
     def close(self) -> None:
         """Ends the streams, so that the server can stop."""
         self._feed.close()
 
-    async def handle(self, name: str, request: web.Request) -> web.StreamResponse:
-        """Runs the handler of a route in `ROUTES`."""
+    async def serve(self, route: Route, request: web.Request) -> web.StreamResponse:
+        """The answer to a request of one of `ROUTES`."""
         try:
-            if name != "log_in" and not await self._access.allows(request):
-                raise SessionError(_LOG_IN, status=401)
-            return await self._handlers[name](request)
+            await self._check(route.who, request)
+            return await route.handler(self._owners[route.owner], request)
         except ProxyError as error:
             response = answer({"error": {"message": error.message}}, error.status)
             if error.retry_after_s is not None:
                 response.headers["Retry-After"] = str(round(error.retry_after_s))
             return response
 
+    async def _check(self, who: Who, request: web.Request) -> None:
+        """Raises SessionError: the request may not use a route for `who`."""
+        if who is Who.ANYONE:
+            return
+        if not await self._access.allows(request):
+            raise SessionError(_LOG_IN, status=401)
+        if who is Who.ADMIN and not await self._access.may_save(request):
+            raise SessionError(
+                "a key for reading changes nothing: log in with the admin key, or send it as"
+                " `Authorization: Bearer KEY`",
+                status=403,
+            )
+
+    @route(
+        "POST",
+        "/view/log_in",
+        who=Who.ANYONE,
+        summary="Exchanges a secret for a cookie of this browser",
+        answer=Nothing,
+        takes=Secret,
+        refusals=(400, 401, 503),
+    )
     async def _log_in(self, request: web.Request) -> web.Response:
         try:
             secret = orjson.loads(await read_body(request))["secret"]
@@ -127,13 +150,38 @@ class ViewApi:
         self._access.set_cookie(request, response, cookie)
         return response
 
+    @route(
+        "POST",
+        "/view/log_out",
+        who=Who.READER,
+        summary="Ends the cookie",
+        answer=Nothing,
+        refusals=(503,),
+    )
     async def _log_out(self, request: web.Request) -> web.Response:
         await self._access.log_out(request)
         return answer({})
 
+    @route(
+        "GET",
+        "/view/live",
+        who=Who.READER,
+        summary="What happens from now on, or after the position `after` (also `Last-Event-ID`),"
+        " which each event has as its id",
+        query={"after": TEXT},
+        refusals=(429,),
+        events={"message": NewsJson, "state": StateJson},
+    )
     async def _live(self, request: web.Request) -> web.StreamResponse:
         return await self._feed.stream(request, lambda: self._access.allows(request))
 
+    @route(
+        "GET",
+        "/view/state",
+        who=Who.READER,
+        summary="The engines, and the runs that are shown",
+        answer=StateAnswer,
+    )
     async def _state(self, request: web.Request) -> web.Response:
         state = StateAnswer(**self._whole_state(), tokenizer=self._tokenizer() is not None)
         return answer(state)
@@ -141,6 +189,22 @@ class ViewApi:
     def _whole_state(self) -> StateJson:
         return StateJson(**self._record_state(), runs=self._runs.state())
 
+    @route(
+        "GET",
+        "/view/sessions",
+        who=Who.READER,
+        summary="Sessions, the newest first",
+        answer=SessionsPage,
+        query={
+            "status": {"enum": ["", *SessionStatus]},
+            "kind": {"enum": ["", *SessionKind]},
+            "prefix": TEXT,
+            "marked": TEXT,
+            "before": TEXT,
+            "limit": up_to(200),
+        },
+        refusals=(400, 503),
+    )
     async def _sessions(self, request: web.Request) -> web.Response:
         query = request.query
         before = None
@@ -161,6 +225,15 @@ class ViewApi:
         after = f"{last.created_at!r},{last.session_id}" if more and last else None
         return answer(SessionsPage(sessions=[summary_json(each) for each in found], next=after))
 
+    @route(
+        "GET",
+        "/view/forks",
+        who=Who.READER,
+        summary="The turns of all sessions that fork, for a cause or any, the newest first",
+        answer=ForksPage,
+        query={"cause": {"enum": ["", *ForkCause]}, "before": NUMBER, "limit": up_to(200)},
+        refusals=(400, 503),
+    )
     async def _forks(self, request: web.Request) -> web.Response:
         cause = choice(request.query.get("cause", ""), ForkCause)
         before = number(request.query.get("before", str(time.time() + 1)), "before")
@@ -172,6 +245,24 @@ class ViewApi:
         more = found[-1].started_at if len(found) == limit else None
         return answer(ForksPage(turns=[head_json(head) for head in found], next=more))
 
+    @route(
+        "GET",
+        "/view/search",
+        who=Who.READER,
+        summary="The turns that match, from the newest to the oldest, of those that one request"
+        " reads",
+        answer=HitsPage,
+        query={
+            "text": TEXT,
+            "regex": TEXT,
+            "tool": TEXT,
+            "cause": {"enum": ["", *ForkCause]},
+            "edits_tests": SET,
+            "answers_only": SET,
+            "before": COUNT,
+        },
+        refusals=(400, 503),
+    )
     async def _search(self, request: web.Request) -> web.Response:
         query = request.query
         terms = SearchTerms.of(
@@ -188,16 +279,45 @@ class ViewApi:
         older = turns[-1].place if turns and turns[-1].place > 1 else None
         return answer(HitsPage(hits=hits, read=len(turns), next=older))
 
+    @route(
+        "GET",
+        "/view/rules",
+        name="rules",
+        who=Who.READER,
+        summary="The search rules",
+        answer=RulesAnswer,
+        refusals=(503,),
+    )
     async def _show_rules(self, request: web.Request) -> web.Response:
         configured = [rule_json(rule, configured=True) for rule in self._rules]
         saved = [rule_json(rule) for rule in await saved_rules(self._browser())]
         may_save = await self._access.may_save(request)
         return answer(RulesAnswer(rules=[*configured, *saved], may_save=may_save))
 
+    @route(
+        "POST",
+        "/view/rules",
+        name="rules_save",
+        who=Who.ADMIN,
+        summary="Saves a rule that marks sessions; for the administrator",
+        answer=Nothing,
+        takes=RuleConfig,
+        refusals=(400, 403, 409, 503),
+    )
     async def _save_rule(self, request: web.Request) -> web.Response:
         await save_rule(self._browser(), await self._given(request))
         return answer({})
 
+    @route(
+        "POST",
+        "/view/rules/remove",
+        name="rules_remove",
+        who=Who.ADMIN,
+        summary="Removes a saved rule; for the administrator",
+        answer=Nothing,
+        takes=RuleName,
+        refusals=(400, 403, 404, 503),
+    )
     async def _remove_rule(self, request: web.Request) -> web.Response:
         name = (await self._given(request)).get("name")
         if not isinstance(name, str) or not await self._browser().remove_rule(name):
@@ -205,11 +325,7 @@ class ViewApi:
         return answer({})
 
     async def _given(self, request: web.Request) -> dict[str, Any]:
-        """The body of a request that only the administrator may make."""
-        if not await self._access.may_save(request):
-            raise SessionError(
-                "a key for reading cannot save rules; log in with the admin key", status=403
-            )
+        """The body of a request to save or to remove a rule."""
         body = await read_body(request)
         try:
             given = orjson.loads(body[:MAX_RULE_BYTES])
@@ -221,53 +337,14 @@ class ViewApi:
 
 
 PAGE = "/"
-_FILES = {"page": pages.page, "static": pages.static}
-ROUTES = (
-    ("GET", PAGE, "page"),
-    ("GET", "/view/static/{name:[a-z0-9_./-]+}", "static"),
-    ("POST", "/view/log_in", "log_in"),
-    ("POST", "/view/log_out", "log_out"),
-    ("GET", "/view/live", "live"),
-    ("GET", "/view/state", "state"),
-    ("GET", "/view/sessions", "sessions"),
-    ("GET", "/view/session", "session"),
-    ("GET", "/view/heads", "heads"),
-    ("GET", "/view/turns", "turns"),
-    ("GET", "/view/text", "text"),
-    ("GET", "/view/fork", "fork"),
-    ("GET", "/view/forks", "forks"),
-    ("GET", "/view/tokens", "tokens"),
-    ("GET", "/view/search", "search"),
-    ("GET", "/view/rules", "rules"),
-    ("POST", "/view/rules", "rules/save"),
-    ("POST", "/view/rules/remove", "rules/remove"),
-    ("GET", "/view/run", "run"),
-    ("GET", "/view/run/metrics", "run/metrics"),
-    ("GET", "/view/run/trials", "run/trials"),
-    ("GET", "/view/run/step", "run/step"),
-    ("GET", "/view/run/trial", "run/trial"),
-    ("GET", "/view/run/file", "run/file"),
-    ("GET", "/view/run/trace", "run/trace"),
-    ("PUT", "/view/runs/{name}", "publish"),
-    ("POST", "/view/runs/{name}/steps", "publish/steps"),
-    ("POST", "/view/runs/{name}/trials", "publish/trials"),
-    ("POST", "/view/runs/{name}/phases", "publish/phases"),
-    ("PUT", "/view/runs/{name}/tokens", "publish/tokens"),
-    ("PUT", "/view/runs/{name}/summary", "publish/summary"),
-    ("PUT", "/view/runs/{name}/now", "publish/now"),
-    ("DELETE", "/view/runs/{name}", "publish/remove"),
-)
+ROUTES = routes_of(pages.PageFiles, ViewApi, SessionRequests, RunRequests, PublishRequests)
+"""Of the page, with its files."""
 
 
-def add_routes(app: web.Application, api: Callable[[], ViewApi]) -> None:
+def add_page(app: web.Application, api: Callable[[], ViewApi]) -> None:
     """Adds the page and its requests to an application."""
 
-    def route(name: str) -> ViewHandler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await api().handle(name, request)
+    async def serve(route: Route, request: web.Request) -> web.StreamResponse:
+        return await api().serve(route, request)
 
-        return handle
-
-    for method, path, name in ROUTES:
-        handler = _FILES.get(name) or route(name)
-        app.router.add_route(method, path, handler, expect_handler=answer_expect)
+    add_routes(app, ROUTES, serve)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 from aiohttp import web
 
 from proxy.extras.view import pages
 from proxy.http.valid_json import write_json
 
-ViewHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 HEADERS = {**pages.HEADERS, "Cache-Control": "no-store"}
 
 

@@ -15,6 +15,8 @@ from importlib.resources.abc import Traversable
 
 from aiohttp import hdrs, web
 
+from proxy.http.route import Who, route
+
 _SOURCES = ("script-src", "style-src", "connect-src", "img-src")
 POLICY = "; ".join(
     [
@@ -50,12 +52,23 @@ class PageFile:
     etag: str
 
 
-async def page(request: web.Request) -> web.Response:
-    return _answer(request, "index.html")
+class PageFiles:
+    """The handlers of the page and its files."""
 
+    @route("GET", "/", summary="The page", who=Who.ANYONE, other_types=("text/html",))
+    async def _page(self, request: web.Request) -> web.Response:
+        return _answer(request, "index.html")
 
-async def static(request: web.Request) -> web.Response:
-    return _answer(request, request.match_info["name"])
+    @route(
+        "GET",
+        "/view/static/{name:[a-z0-9_./-]+}",
+        summary="A file of the page",
+        who=Who.ANYONE,
+        refusals=(404,),
+        other_types=("text/javascript", "text/css", "image/svg+xml"),
+    )
+    async def _static(self, request: web.Request) -> web.Response:
+        return _answer(request, request.match_info["name"])
 
 
 def _answer(request: web.Request, name: str) -> web.Response:

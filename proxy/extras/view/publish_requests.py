@@ -11,8 +11,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from proxy.errors import RequestError, SessionError
-from proxy.extras.view.access import Access
-from proxy.extras.view.json_answer import ViewHandler, answer
+from proxy.extras.view.json_answer import answer
+from proxy.extras.view.parameters import APPENDING, AT, PUBLISHING
 from proxy.extras.view.published_run import PublishedRun, PublishedRuns
 from proxy.extras.view.publishing import (
     FileEnd,
@@ -26,6 +26,8 @@ from proxy.extras.view.publishing import (
 from proxy.extras.view.query import count
 from proxy.extras.view.run_answers import NowJson
 from proxy.extras.view.typed_fields import adapter_of
+from proxy.http.openapi import Nothing
+from proxy.http.route import Who, route
 from proxy.http.server import read_body
 from proxy.run_files.lines import metrics_fields
 
@@ -33,29 +35,39 @@ T = TypeVar("T")
 
 
 class PublishRequests:
-    """`handlers` has one per route. All but the administrator are refused."""
+    """The handlers of published runs. `api` refuses all but the administrator."""
 
-    def __init__(self, access: Access, runs: PublishedRuns | None) -> None:
+    def __init__(self, runs: PublishedRuns | None) -> None:
         """`runs`: where they are kept; None: nobody can publish."""
-        self._access = access
         self._runs = runs
-        self.handlers: dict[str, ViewHandler] = {
-            "publish": self._begin,
-            "publish/steps": self._steps,
-            "publish/trials": self._trials,
-            "publish/phases": self._phases,
-            "publish/tokens": self._tokens,
-            "publish/summary": self._summary,
-            "publish/now": self._now,
-            "publish/remove": self._remove,
-        }
 
+    @route(
+        "PUT",
+        "/view/runs/{name}",
+        name="publish",
+        who=Who.ADMIN,
+        summary="Begins the run of another trainer, or continues it; for the administrator",
+        answer=Nothing,
+        takes=PublishedConfig,
+        refusals=APPENDING,
+    )
     async def _begin(self, request: web.Request) -> web.Response:
         body = await self._body(request, PublishedConfig)
         name, last_step = request.match_info["name"], body.get("last_step")
         await asyncio.to_thread(self._kept().begin, name, body["config"], last_step)
         return answer({})
 
+    @route(
+        "POST",
+        "/view/runs/{name}/steps",
+        name="publish_steps",
+        who=Who.ADMIN,
+        summary="Appends metrics of steps and evaluations",
+        answer=FileEnd,
+        takes=PublishedSteps,
+        query=AT,
+        refusals=APPENDING,
+    )
     async def _steps(self, request: web.Request) -> web.Response:
         body = await self._body(request, PublishedSteps)
         now = time.time()
@@ -65,10 +77,32 @@ class PublishRequests:
         ]
         return await self._append(request, "metrics", lines)
 
+    @route(
+        "POST",
+        "/view/runs/{name}/trials",
+        name="publish_trials",
+        who=Who.ADMIN,
+        summary="Appends finished trials, in steps that do not decrease",
+        answer=FileEnd,
+        takes=PublishedTrials,
+        query=AT,
+        refusals=APPENDING,
+    )
     async def _trials(self, request: web.Request) -> web.Response:
         body = await self._body(request, PublishedTrials)
         return await self._append(request, "trials", body["trials"])
 
+    @route(
+        "POST",
+        "/view/runs/{name}/phases",
+        name="publish_phases",
+        who=Who.ADMIN,
+        summary="Appends phases of the trainer that have ended",
+        answer=FileEnd,
+        takes=PublishedPhases,
+        query=AT,
+        refusals=APPENDING,
+    )
     async def _phases(self, request: web.Request) -> web.Response:
         body = await self._body(request, PublishedPhases)
         return await self._append(request, "phases", body["phases"])
@@ -80,23 +114,61 @@ class PublishRequests:
         end = await asyncio.to_thread(self._run(request).append, name, lines, at)
         return answer(FileEnd(next=end))
 
+    @route(
+        "PUT",
+        "/view/runs/{name}/tokens",
+        name="publish_tokens",
+        who=Who.ADMIN,
+        summary="Writes the trained tokens of a step, in place of those that it has",
+        answer=Nothing,
+        takes=StepTokens,
+        refusals=PUBLISHING,
+    )
     async def _tokens(self, request: web.Request) -> web.Response:
         body = await self._body(request, StepTokens)
         await asyncio.to_thread(self._run(request).write_tokens, body)
         return answer({})
 
+    @route(
+        "PUT",
+        "/view/runs/{name}/summary",
+        name="publish_summary",
+        who=Who.ADMIN,
+        summary="Replaces the status and the evaluations of the run",
+        answer=Nothing,
+        takes=PublishedSummary,
+        refusals=PUBLISHING,
+    )
     async def _summary(self, request: web.Request) -> web.Response:
         body = await self._body(request, PublishedSummary)
         await asyncio.to_thread(self._run(request).write_summary, body)
         return answer({})
 
+    @route(
+        "PUT",
+        "/view/runs/{name}/now",
+        name="publish_now",
+        who=Who.ADMIN,
+        summary="Replaces what the run does at this moment",
+        answer=Nothing,
+        takes=NowJson,
+        refusals=PUBLISHING,
+    )
     async def _now(self, request: web.Request) -> web.Response:
         body = await self._body(request, NowJson)
         await asyncio.to_thread(self._run(request).write_now, body)
         return answer({})
 
+    @route(
+        "DELETE",
+        "/view/runs/{name}",
+        name="publish_remove",
+        who=Who.ADMIN,
+        summary="Removes a published run",
+        answer=Nothing,
+        refusals=(403, 404, 503),
+    )
     async def _remove(self, request: web.Request) -> web.Response:
-        await self._check(request)
         await asyncio.to_thread(self._run(request).remove)
         return answer({})
 
@@ -114,7 +186,6 @@ class PublishRequests:
 
     async def _body(self, request: web.Request, kind: type[T]) -> T:
         """Raises RequestError for a body that is not of this typed dictionary."""
-        await self._check(request)
         raw = await read_body(request)
         try:
             return await asyncio.to_thread(adapter_of(kind).validate_json, raw, strict=True)
@@ -122,11 +193,3 @@ class PublishRequests:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"])) or "body"
             raise RequestError(f"{place[:200]}: {first['msg'][:200]}") from None
-
-    async def _check(self, request: web.Request) -> None:
-        if not await self._access.may_save(request):
-            raise SessionError(
-                "a key for reading cannot publish; send the admin key as `Authorization: Bearer"
-                " KEY`",
-                status=403,
-            )

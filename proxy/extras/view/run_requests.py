@@ -9,13 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from aiohttp import web
 
 from proxy.errors import SessionError, StoreError
-from proxy.extras.view.json_answer import HEADERS, ViewHandler, answer
+from proxy.extras.view.json_answer import HEADERS, answer
+from proxy.extras.view.parameters import COUNT, NUMBER, RUN, SESSION, SET, TEXT, up_to
 from proxy.extras.view.query import count, session_id, trial_filter
-from proxy.extras.view.run_answers import TrialJson, TrialOfRun, TrialsPage
+from proxy.extras.view.run_answers import (
+    FilePiece,
+    MetricsPage,
+    RunJson,
+    StepTrials,
+    TraceFile,
+    TrialJson,
+    TrialOfRun,
+    TrialsPage,
+)
 from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.runs import RecordedRuns
 from proxy.extras.view.trace import trace_pieces
 from proxy.extras.view.trial_files import AGENT_FILES, VERIFIER_FILES
+from proxy.http.route import Who, route
 from proxy.records.binary import MarkFields, mark_fields
 from proxy.store.browser import Browser
 
@@ -29,28 +40,59 @@ _log = logging.getLogger(__name__)
 
 
 class RunRequests:
-    """`handlers` has one per route."""
+    """The handlers of a run."""
 
     def __init__(self, browser: Callable[[], Browser], runs: RecordedRuns) -> None:
         self._browser = browser
         self._runs = runs
-        self.handlers: dict[str, ViewHandler] = {
-            "run": self._run,
-            "run/metrics": self._metrics,
-            "run/trials": self._trials,
-            "run/step": self._step,
-            "run/trace": self._trace,
-            "run/trial": self._trial,
-            "run/file": self._file,
-        }
 
+    @route(
+        "GET",
+        "/view/run",
+        who=Who.READER,
+        summary="A run at a glance",
+        answer=RunJson,
+        query=RUN,
+        needs=("run",),
+        refusals=(404,),
+    )
     async def _run(self, request: web.Request) -> web.Response:
         return answer(await asyncio.to_thread(self._run_of(request).summary))
 
+    @route(
+        "GET",
+        "/view/run/metrics",
+        name="run_metrics",
+        who=Who.READER,
+        summary="The metrics of a run, read on from the byte `from`",
+        answer=MetricsPage,
+        query={**RUN, "from": COUNT},
+        needs=("run",),
+        refusals=(400, 404),
+    )
     async def _metrics(self, request: web.Request) -> web.Response:
         start = count(request, "from", 0, most=2**50, least=0)
         return answer(await asyncio.to_thread(self._run_of(request).metrics, start))
 
+    @route(
+        "GET",
+        "/view/run/trials",
+        name="run_trials",
+        who=Who.READER,
+        summary="The trials of a run, the latest first",
+        answer=TrialsPage,
+        query={
+            **RUN,
+            **dict.fromkeys(("kind", "status", "source", "task", "text", "marked"), TEXT),
+            **dict.fromkeys(("min_reward", "max_reward"), NUMBER),
+            "min_tokens": COUNT,
+            "errors": SET,
+            "before": COUNT,
+            "limit": up_to(200),
+        },
+        needs=("run",),
+        refusals=(400, 404, 503),
+    )
     async def _trials(self, request: web.Request) -> web.Response:
         run, where = self._run_of(request), trial_filter(request)
         before = count(request, "before", 0, most=2**50, least=0) or None
@@ -71,14 +113,48 @@ class RunRequests:
                             return answer(TrialsPage(trials=trials, next=at or None))
         return answer(TrialsPage(trials=trials, next=end))
 
+    @route(
+        "GET",
+        "/view/run/step",
+        name="run_step",
+        who=Who.READER,
+        summary="The trials of a step",
+        answer=StepTrials,
+        query={**RUN, "step": COUNT},
+        needs=("run",),
+        refusals=(400, 404),
+    )
     async def _step(self, request: web.Request) -> web.Response:
         step = count(request, "step", 0, most=2**31 - 1, least=0)
         return answer(await asyncio.to_thread(self._run_of(request).step, step))
 
+    @route(
+        "GET",
+        "/view/run/trial",
+        name="run_trial",
+        who=Who.READER,
+        summary="What a run knows of a session: how its trial ended, its log, and what its verifier"
+        " wrote",
+        answer=TrialOfRun,
+        query=SESSION,
+        needs=("session",),
+        refusals=(404,),
+    )
     async def _trial(self, request: web.Request) -> web.Response:
         runs = self._runs.with_session(request.query.get("run", ""))
         return answer(await asyncio.to_thread(_trial_of, runs, session_id(request)))
 
+    @route(
+        "GET",
+        "/view/run/file",
+        name="run_file",
+        who=Who.READER,
+        summary="A piece of one of these files, which ends at the byte `before`",
+        answer=FilePiece,
+        query={**SESSION, "name": TEXT, "before": COUNT},
+        needs=("session", "name", "before"),
+        refusals=(400, 404),
+    )
     async def _file(self, request: web.Request) -> web.Response:
         """A piece of a trial's file, before the byte `before`."""
         runs = self._runs.with_session(request.query.get("run", ""))
@@ -90,6 +166,17 @@ class RunRequests:
                 return answer(piece)
         raise SessionError(f"the trial has no file {name[:80]!r}", status=404)
 
+    @route(
+        "GET",
+        "/view/run/trace",
+        name="run_trace",
+        who=Who.READER,
+        summary="The run as a file for Perfetto",
+        answer=TraceFile,
+        query=RUN,
+        needs=("run",),
+        refusals=(404,),
+    )
     async def _trace(self, request: web.Request) -> web.StreamResponse:
         """The run as a file for Perfetto. If the store fails meanwhile, the connection breaks, so
         that nobody takes the beginning of the file for the whole."""

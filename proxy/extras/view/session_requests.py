@@ -13,15 +13,24 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from proxy.errors import RequestError, SessionError
-from proxy.extras.view.answers import HeadsPage, TextPiece, TurnsAnswer
+from proxy.extras.view.answers import (
+    ForkJson,
+    HeadsPage,
+    SessionJson,
+    TextPiece,
+    TokensPage,
+    TurnsAnswer,
+)
 from proxy.extras.view.bounded import PIECE_CHARS, text_of, turn_json
 from proxy.extras.view.fork import fork_json
-from proxy.extras.view.json_answer import ViewHandler, answer
+from proxy.extras.view.json_answer import answer
+from proxy.extras.view.parameters import COUNT, SESSION, TEXT, TURN, up_to
 from proxy.extras.view.query import count, session_id, turn_index, turn_indexes
 from proxy.extras.view.runs import RecordedRuns
 from proxy.extras.view.session_turns import SessionTurns
 from proxy.extras.view.summaries import head_json, summary_json
 from proxy.extras.view.turn_tokens import TurnTokens, turn_tokens
+from proxy.http.route import Who, route
 from proxy.records import TurnStatus
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.browser import Browser
@@ -35,7 +44,7 @@ again for each recorded alternative of a sampled token."""
 
 
 class SessionRequests:
-    """`handlers` has one per route."""
+    """The handlers of one session's turns."""
 
     def __init__(
         self,
@@ -47,15 +56,17 @@ class SessionRequests:
         self._runs = runs
         self._tokenizer = tokenizer
         self._paths: OrderedDict[tuple[str, str, int], TurnTokens] = OrderedDict()
-        self.handlers: dict[str, ViewHandler] = {
-            "session": self._session,
-            "heads": self._heads,
-            "turns": self._turns,
-            "text": self._text,
-            "fork": self._fork,
-            "tokens": self._tokens,
-        }
 
+    @route(
+        "GET",
+        "/view/session",
+        who=Who.READER,
+        summary="One session",
+        answer=SessionJson,
+        query=SESSION,
+        needs=("session",),
+        refusals=(404, 503),
+    )
     async def _session(self, request: web.Request) -> web.Response:
         named = session_id(request)
         async with self._store(request) as browser:
@@ -64,6 +75,16 @@ class SessionRequests:
             raise SessionError(f"session {named!r} does not exist", status=404)
         return answer(summary_json(found))
 
+    @route(
+        "GET",
+        "/view/heads",
+        who=Who.READER,
+        summary="The turns of a session without tokens and texts",
+        answer=HeadsPage,
+        query={**SESSION, "since": COUNT},
+        needs=("session",),
+        refusals=(400, 503),
+    )
     async def _heads(self, request: web.Request) -> web.Response:
         since = count(request, "since", 0, most=2**31 - 1, least=0)
         async with self._store(request) as browser:
@@ -71,6 +92,16 @@ class SessionRequests:
         more = found[-1].index + 1 if len(found) == HEADS else None
         return answer(HeadsPage(turns=[head_json(head) for head in found], next=more))
 
+    @route(
+        "GET",
+        "/view/turns",
+        who=Who.READER,
+        summary="The messages of turns",
+        answer=TurnsAnswer,
+        query={**SESSION, "turns": {"type": "string", "pattern": r"^\d+(,\d+)*$"}},
+        needs=("session", "turns"),
+        refusals=(400, 503),
+    )
     async def _turns(self, request: web.Request) -> web.Response:
         """The messages of up to CONVERSATION_TURNS turns."""
         indexes = turn_indexes(request, CONVERSATION_TURNS)
@@ -78,6 +109,16 @@ class SessionRequests:
             found = await browser.turns(session_id(request), indexes)
         return answer(TurnsAnswer(turns=[turn_json(turn) for turn in found]))
 
+    @route(
+        "GET",
+        "/view/text",
+        who=Who.READER,
+        summary="A piece of a long text, which begins at the character `from`",
+        answer=TextPiece,
+        query={**TURN, "place": TEXT, "from": COUNT},
+        needs=("session", "turn", "place"),
+        refusals=(400, 404, 503),
+    )
     async def _text(self, request: web.Request) -> web.Response:
         """A piece of a long text, from the character `from` on."""
         async with self._turns_of(request) as turns:
@@ -90,10 +131,30 @@ class SessionRequests:
         piece: TextPiece = {"text": shown, "from": start, "chars": len(text)}
         return answer(piece)
 
+    @route(
+        "GET",
+        "/view/fork",
+        who=Who.READER,
+        summary="Why a turn forks: what was sent against what was recorded",
+        answer=ForkJson,
+        query=TURN,
+        needs=("session", "turn"),
+        refusals=(400, 404, 503),
+    )
     async def _fork(self, request: web.Request) -> web.Response:
         async with self._turns_of(request) as turns:
             return answer(await fork_json(turns, turn_index(request), self._tokenizer_of(request)))
 
+    @route(
+        "GET",
+        "/view/tokens",
+        who=Who.READER,
+        summary="The tokens of a turn's path: what the model saw and wrote",
+        answer=TokensPage,
+        query={**TURN, "start": COUNT, "count": up_to(4000)},
+        needs=("session", "turn"),
+        refusals=(400, 404, 503),
+    )
     async def _tokens(self, request: web.Request) -> web.Response:
         start = count(request, "start", 0, most=2**31, least=0)
         wanted = count(request, "count", 1000, most=4000)

@@ -11,7 +11,7 @@ from aiohttp import ClientSession, web
 
 from proxy.control import event_stream
 from proxy.control.event_stream import EventStream
-from proxy.extras.several_processes.siblings import Siblings
+from proxy.extras.several_processes.siblings import ProcessSiblings
 from proxy.records import Session, SessionKind, SessionStatus
 from proxy.serving.sessions import CLOSING, LiveSession
 from proxy.settings.profiles import Profiles
@@ -30,7 +30,7 @@ async def test_sibling_that_does_not_answer_delays_no_event_and_no_end(
     await store.create_session(session)
     await store.add_event("t", "noted", {})
     live = LiveSession(session, Profiles({}).get("default"))
-    siblings = Siblings([tmp_path / "silent.sock"])
+    siblings = ProcessSiblings([tmp_path / "silent.sock"])
 
     async def listen(request: web.Request) -> web.StreamResponse:
         return await EventStream(live, store, siblings, 30.0).answer(request, 0)

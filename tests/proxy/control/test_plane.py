@@ -16,11 +16,13 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from proxy.app import DOCUMENTED
+from proxy.app import document_parts
+from proxy.config import ProxyConfig
+from proxy.extra import open_extras
 from proxy.http.openapi import document
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
-SCHEMA = schemathesis.openapi.from_dict(document(DOCUMENTED[:1]))
+SCHEMA = schemathesis.openapi.from_dict(document(document_parts(open_extras(ProxyConfig()))[:1]))
 OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations()]
 CHECKS = [
     not_a_server_error,

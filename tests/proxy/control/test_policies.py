@@ -16,7 +16,6 @@ from proxy.client import ProxyClientError
 from proxy.control import policies
 from proxy.control.policies import PublishedPolicies
 from proxy.errors import StoreError
-from proxy.extras.relay.published_weights import PublishedWeights
 from proxy.records import ServedPolicy
 from proxy.routing.router import Router
 from proxy.store import postgres_policies
@@ -162,8 +161,7 @@ async def test_changes_are_followed_again_after_an_error_that_is_not_the_stores(
 ) -> None:
     monkeypatch.setattr(policies, "RECONNECT_S", 0.01)
     store: Any = FailsOnce()
-    weights = PublishedWeights(store, None)
-    async with PublishedPolicies(store, Router([]), weights).followed(), asyncio.timeout(60):
+    async with PublishedPolicies(store, Router([])).followed(), asyncio.timeout(60):
         await store.asked_again.wait()
     assert "new versions of policies are not seen; trying again" in caplog.text
     assert "AttributeError: no such attribute" in caplog.text

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from proxy.extras.rewind.replay_view import replay_view
+from proxy.control.replay_view import replay_view
 from proxy.records import Origin, Session, Turn
 from proxy.store import open_store
 from proxy.store.protocol import DeliveryMark, Store

@@ -222,9 +222,9 @@ def test_weight_version_of_a_worker_is_an_int32() -> None:
         decode_to_proxy(encode(frame))
 
 
-def make_outside(config: EngineConfig, tokenizer: object) -> Engine:
+def make_outside(config: EngineConfig, rendering: Rendering) -> Engine:
     """Implements `proxy.engines.registry.MakeEngine`."""
-    return VllmEngine.from_config(config, tokenizer)  # type: ignore[arg-type]
+    return VllmEngine.from_config(config, rendering)
 
 
 async def test_engine_from_outside_the_package_is_loaded_by_its_import_path(

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.engines.upstream import Upstream
-from proxy.engines.vllm import VllmEngine, _Version
+from proxy.engines.vllm import VllmEngine, WeightSpan, version_spans
 from proxy.errors import EngineError, RequestError
 from proxy.extras.engines.completions import CompletionsEngine
 from proxy.extras.engines.sglang import SglangEngine
@@ -123,8 +123,8 @@ async def test_vllm_answer_that_began_before_the_first_update_has_version_0_unti
     engine = VllmEngine(server.url)
     server.version = 1
     await engine.check()  # the engine has the update, which the running answer saw later
-    spans = [_Version("default", 0, 2), _Version("1", 2, 4)]
-    assert engine._versions(spans) == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 4))
+    spans = [WeightSpan("default", 0, 2), WeightSpan("1", 2, 4)]
+    assert version_spans(spans, engine.info) == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 4))
     await engine.close()
 
 

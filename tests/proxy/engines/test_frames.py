@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from proxy.engines import vllm
 from proxy.engines.address import EngineAddress
+from proxy.engines.missing_logprob import MISSING_LOGPROB
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError
@@ -24,7 +24,6 @@ from proxy.extras.binary_route.client import FramesClient
 from proxy.extras.binary_route.frames import (
     ID,
     LOGPROB,
-    MISSING_LOGPROB,
     PATH,
     CallEnd,
     CancelCall,
@@ -245,7 +244,7 @@ async def test_server_without_the_route_gets_json(monkeypatch: pytest.MonkeyPatc
         await engine.check()
         assert engine._has_frames
         assert await answered(engine, "again") == ANSWER
-        monkeypatch.setattr(vllm, "MAX_PROMPT_TOKENS", 2)
+        monkeypatch.setattr(engine._frames, "max_prompt_tokens", 2)
         monkeypatch.setattr(engine._frames, "sample", None)
         assert await answered(engine, "long") == ANSWER
         await engine.close()

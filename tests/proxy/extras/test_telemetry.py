@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import proxy.extras.telemetry as module
-from proxy.config import TelemetryConfig
+import proxy.extras.telemetry.spans as module
 from proxy.errors import ConfigurationError
-from proxy.extras.telemetry import Telemetry, TimedSpan, trial_context
+from proxy.extras.telemetry.spans import Telemetry, TelemetryConfig, TimedSpan, trial_context
 from tests.proxy.conftest import StartProxy
 from tests.proxy.extras.view.recording import SYSTEM, TOOL, user, work
 from tests.proxy.otlp_receiver import Receiver, attributes_of, receiver
@@ -231,7 +230,7 @@ def test_endpoint_that_is_not_http_is_refused(endpoint: str) -> None:
 
 def test_nothing_of_opentelemetry_is_imported_unless_it_is_configured(tmp_path: Path) -> None:
     code = (
-        "import sys, proxy.telemetry\n"
+        "import sys, proxy.extras.telemetry.spans\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     done = subprocess.run(

@@ -13,15 +13,18 @@ from aiohttp import web
 from jsonschema import Draft202012Validator
 from pydantic import SecretStr
 
-from proxy.app import DOCUMENTED, build_app
-from proxy.commands.view import build_view
+from proxy.app import build_app, document_parts
 from proxy.config import ListenConfig, ProxyConfig
-from proxy.http.openapi import DocumentPart, Operation, document
+from proxy.extra import open_extras
+from proxy.extras.relay.protocol import PATH as RELAY_PATH
+from proxy.extras.view.command import build_view
+from proxy.extras.view.extra import Page
+from proxy.http.openapi import document
 from proxy.serving.forwarding import CONFIRMED_PATH
 from proxy.store import open_store
 from tests.proxy.conftest import RunningProxy
 
-DOCUMENT = document(DOCUMENTED)
+DOCUMENT = document(document_parts())
 
 
 def described(made: dict[str, Any]) -> set[tuple[str, str]]:
@@ -39,27 +42,22 @@ def served(app: web.Application) -> set[tuple[str, str]]:
 def test_document_has_every_route_of_the_proxy_but_those_of_agents_and_processes(
     checkpoint: Any,
 ) -> None:
-    found = served(build_app(ProxyConfig(model=checkpoint, admin_key=SecretStr("k"))))
+    config = ProxyConfig(
+        model=checkpoint, admin_key=SecretStr("k"), relay={"token": "a relay token"}
+    )
+    found = served(build_app(config))
     agents = {(m, path) for m, path in found if path.startswith("/v1/") or path == "/{path}"}
-    among_processes = {("POST", CONFIRMED_PATH)}
-    assert found - agents - among_processes == described(DOCUMENT)
-    for part in DOCUMENTED:
-        assert {name for _, _, name in part.routes} == set(part.operations)
+    workers = {("POST", CONFIRMED_PATH), ("GET", RELAY_PATH)}
+    assert found - agents - workers == described(DOCUMENT)
 
 
 async def test_document_has_every_route_of_the_page_alone(tmp_path: Path) -> None:
     store = await open_store(f"sqlite:///{tmp_path}/sessions.db")
     config = ListenConfig(admin_key=SecretStr("k"))
-    assert served(build_view(config, store, None)) == described(document(DOCUMENTED[1:]))
-    await store.close()
-
-
-def test_route_without_an_operation_is_refused() -> None:
-    part = DocumentPart(
-        "page", "key", "a key", [("GET", "/view/new", "new")], {"old": Operation("Old")}
+    assert served(build_view(config, store, None)) == described(
+        document(document_parts([Page])[1:])
     )
-    with pytest.raises(KeyError, match="new"):
-        document([part])
+    await store.close()
 
 
 def test_document_is_valid_and_every_reference_in_it_resolves() -> None:
@@ -88,5 +86,6 @@ def test_validation_refuses_a_wrong_document(change: dict[str, Any]) -> None:
 
 
 async def test_served_document_is_the_generated_one(proxy: RunningProxy) -> None:
+    shown = document(document_parts(open_extras(ProxyConfig())))
     async with proxy.http.get(proxy.url + "/openapi.json") as response:
-        assert await response.json() == orjson.loads(orjson.dumps(DOCUMENT))
+        assert await response.json() == orjson.loads(orjson.dumps(shown))

@@ -32,7 +32,7 @@ from tests.proxy.pushed import chunks_of
 
 PROMPT = np.array([11, 12, 13], np.int32)
 ANSWER = [5, 6, 7, 80, 99, 2]
-ENGINES: dict[str, type[HttpEngine[Any]]] = {
+ENGINES: dict[str, type[HttpEngine]] = {
     "vllm": VllmEngine,
     "completions": CompletionsEngine,
     "sglang": SglangEngine,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.extras.telemetry import Telemetry, trial_context
+from proxy.extras.telemetry.spans import Telemetry, trial_context
 from tests.proxy.conftest import StartProxy, checkpoint, rendering, start_proxy  # noqa: F401
 from tests.proxy.extras.test_telemetry import collector  # noqa: F401
 from tests.proxy.otlp_receiver import Receiver, attributes_of

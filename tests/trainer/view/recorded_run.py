@@ -16,7 +16,7 @@ import yaml
 from agent_loop.evaluator import EvalConfig, Evaluator
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, RolloutStatus, Task
 from agent_loop.trial.outcome import Attempt, build_rollout
-from proxy.config import TelemetryConfig
+from proxy.extras.telemetry.spans import TelemetryConfig
 from proxy.records import Origin, Reward, SessionKind
 from proxy.run_files.files import replace_file
 from tests.proxy.conftest import RunningProxy, StartProxy

@@ -14,9 +14,9 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from proxy.commands.view import build_view
 from proxy.config import ListenConfig
 from proxy.extras.view.access import new_link
+from proxy.extras.view.command import build_view
 from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.server import app_runner

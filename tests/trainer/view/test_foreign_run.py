@@ -16,7 +16,7 @@ from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.run_requests import RunRequests
 from proxy.extras.view.runs import RecordedRuns
 from proxy.store import open_store
-from tests.trainer.view.test_run_openapi import check_answer
+from tests.trainer.view.test_run_openapi import check_answer, handler_of
 from trainer.extras.report.page import _ends
 
 DEEP = b"[" * 300 + b"]" * 300
@@ -64,7 +64,7 @@ async def ask(folder: Path, name: str, query: str = "") -> Any:
     try:
         requests = RunRequests(lambda: store.browser, RecordedRuns([folder]))
         request = make_mocked_request("GET", f"{path}?run=run{query}")
-        answered = await requests.handlers[f"run{name}"](request)
+        answered = await handler_of(requests, path)(request)
     finally:
         await store.close()
     assert isinstance(answered, web.Response)

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from pydantic import SecretStr
 
-from proxy.commands.view import build_view
 from proxy.config import ListenConfig
 from proxy.extras.view.access import new_link
+from proxy.extras.view.command import build_view
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.server import app_runner
 from proxy.rendering.tokenizer import load_tokenizer

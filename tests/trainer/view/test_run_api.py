@@ -26,6 +26,7 @@ from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.extras.view.test_api import Reader
 from tests.proxy.store.test_conformance import a_session
 from tests.trainer.view.recorded_run import DIFFERENCE, begin, training, whole
+from tests.trainer.view.test_run_openapi import handler_of
 
 
 async def test_tokens_have_the_advantages_and_probabilities_of_the_trainer(
@@ -181,7 +182,7 @@ async def test_trials_of_another_run_have_the_marks_of_its_own_sessions(
         requests = RunRequests(lambda: second, runs)
         for name in ("first", "second"):
             request = make_mocked_request("GET", f"/view/run/trials?run={name}&marked=*")
-            answered = await requests.handlers["run/trials"](request)
+            answered = await handler_of(requests, "/view/run/trials")(request)
             assert isinstance(answered, web.Response)
             assert isinstance(answered.body, bytes)
             trials = orjson.loads(answered.body)["trials"]
@@ -207,7 +208,7 @@ async def test_store_of_another_run_is_only_read(tmp_path: Path) -> None:
 
     async def marks_of_trials(query: str = "") -> list[str]:
         request = make_mocked_request("GET", f"/view/run/trials?run=second{query}")
-        answered = await requests.handlers["run/trials"](request)
+        answered = await handler_of(requests, "/view/run/trials")(request)
         assert isinstance(answered, web.Response)
         assert isinstance(answered.body, bytes)
         (trial,) = orjson.loads(answered.body)["trials"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import orjson
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from proxy.app import DOCUMENTED
+from proxy.app import document_parts
 from proxy.http.openapi import document
+from proxy.http.route import Handler, routes_of
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 from tests.proxy.extras.view.recording import record
 from tests.trainer.view.recorded_run import begin, training, whole, write_log
 
-DOCUMENT = orjson.loads(orjson.dumps(document(DOCUMENTED[1:])))
+DOCUMENT = orjson.loads(orjson.dumps(document(document_parts()[1:])))
 HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
 FIX = {"session": "fix/sum-1"}
 RUN = {"run": "run"}
@@ -90,6 +92,11 @@ def check_given(path: str, body: Any) -> None:
 def check_answer(path: str, method: str, status: int, body: bytes) -> None:
     content = DOCUMENT["paths"][path][method]["responses"][str(status)]["content"]
     check(orjson.loads(body), content["application/json"]["schema"])
+
+
+def handler_of(owner: object, path: str) -> Handler:
+    """The method of `owner` that handles requests to the path."""
+    return next(partial(r.handler, owner) for r in routes_of(type(owner)) if r.path == path)
 
 
 def check(value: Any, schema: dict[str, Any]) -> None:

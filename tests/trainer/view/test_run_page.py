@@ -11,10 +11,10 @@ from aiohttp import web
 
 from agent_loop.producers.protocol import Production
 from agent_loop.records import Rollout, RolloutStatus, Task
-from proxy.commands.view import build_view
 from proxy.config import ListenConfig
 from proxy.extras.rules.rules import save_rule
 from proxy.extras.view.access import new_link
+from proxy.extras.view.command import build_view
 from proxy.extras.view.run_folder import reading
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.server import app_runner

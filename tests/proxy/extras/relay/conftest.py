@@ -17,12 +17,12 @@ import pytest
 from aiohttp import web
 from pydantic import SecretStr
 
-from proxy.config import RelayConfig
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.extras.relay.engine import RelayEngine
 from proxy.extras.relay.fingerprint import fingerprint
 from proxy.extras.relay.hub import RelayHub
 from proxy.extras.relay.protocol import PATH
+from proxy.extras.relay.section import RelayConfig
 from proxy.testing.scripted_engine import ScriptedEngine
 from tests.file_server import serving_files
 from tests.proxy.conftest import RunningProxy, StartProxy

@@ -13,7 +13,6 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from aiohttp.test_utils import TestServer
 from pydantic import SecretStr
 
-from proxy.config import RelayConfig
 from proxy.extras.relay import hub
 from proxy.extras.relay.fingerprint import fingerprint
 from proxy.extras.relay.hub import RelayHub
@@ -34,6 +33,7 @@ from proxy.extras.relay.protocol import (
     decode_to_worker,
     encode,
 )
+from proxy.extras.relay.section import RelayConfig
 from proxy.routing.router import Router
 from tests.proxy.extras.relay.conftest import TOKEN, OpenProxy, Proxy, ids_of, sample
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from proxy.config import SchedulingConfig
-from proxy.extras.schedule.admission import CacheAdmission, RoomClaim
+from proxy.cache_room import RoomClaim
+from proxy.extras.schedule.admission import CacheAdmission
+from proxy.extras.schedule.section import SchedulingConfig
 from tests.agent_loop.virtual_time import run_in_virtual_time
 
 MAX_WAIT_S = 50.0

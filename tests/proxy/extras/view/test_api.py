@@ -23,8 +23,8 @@ from proxy.extras.view.access import ADMIN_NAME, LINK_S, Access, _digest, new_ke
 from proxy.extras.view.api import ROUTES
 from proxy.extras.view.bounded import PIECE_CHARS, SHOWN_CHARS, text_of, turn_json
 from proxy.extras.view.fork import difference
-from proxy.extras.view.operations import OPERATIONS
 from proxy.extras.view.turn_tokens import pieces, turn_tokens
+from proxy.http.route import Who
 from proxy.keys import AdminKeys
 from proxy.records import ALTERNATIVE, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
@@ -34,9 +34,7 @@ from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 from tests.proxy.extras.view.recording import record, user, work
 from tests.proxy.store.test_conformance import an_intent, answered
 
-READS = [
-    path for method, path, name in ROUTES if method == "GET" and not OPERATIONS[name].open_to_all
-]
+READS = [each.path for each in ROUTES if each.method == "GET" and each.who is not Who.ANYONE]
 
 
 class Reader:

@@ -1,23 +1,24 @@
-"""The control plane of quotas: what all sessions that name one may use together.
+"""The extra `quotas`: what all sessions that name one may use together.
 
 Invariant: the store counts, in the transactions that begin and record turns, so a quota holds for
 all proxies on the store, and survives the sessions that used it.
-
-The bodies of `/quotas`, the control plane of quotas that several sessions share.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from aiohttp import web
 from pydantic import Field
 
 from proxy.control.schema import MAX_QUOTA_CHARS, parsed
 from proxy.errors import RequestError
-from proxy.http.openapi import Schema
+from proxy.extra import Core, Extra
+from proxy.http.openapi import Nothing, Schema
+from proxy.http.route import route, routes_of
 from proxy.http.server import read_body
-from proxy.store.protocol import Store
 
 
 class NewQuota(Schema):
@@ -47,13 +48,22 @@ class Quotas(Schema):
     quotas: list[QuotaView]
 
 
-class SharedQuotas:
-    """Example: SharedQuotas(store).handlers["set_quota"] handles `PUT /quotas/{name}`."""
+class SharedQuotas(Extra):
+    """Answers the control plane's requests for quotas."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.handlers = {"set_quota": self._set, "quotas": self._show, "remove_quota": self._remove}
+    async def open(self, core: Core) -> None:
+        self.core = core
+        self._store = core.store
 
+    @route(
+        "PUT",
+        "/quotas/{name}",
+        name="set_quota",
+        summary="Sets what all sessions whose limits name this quota may use together",
+        answer=QuotaView,
+        takes=NewQuota,
+        refusals=(400,),
+    )
     async def _set(self, request: web.Request) -> web.Response:
         name = _name(request)
         new = parsed(NewQuota, await read_body(request))
@@ -62,23 +72,42 @@ class SharedQuotas:
         )
         return web.json_response(asdict(quota))
 
+    @route(
+        "GET",
+        "/quotas",
+        name="quotas",
+        summary="Lists the quotas, and how much of each is used",
+        answer=Quotas,
+    )
     async def _show(self, request: web.Request) -> web.Response:
         found = await self._store.get_quotas()
         return web.json_response({"quotas": [asdict(quota) for quota in found]})
 
+    @route(
+        "DELETE",
+        "/quotas/{name}",
+        name="remove_quota",
+        summary="Removes a quota; sessions that name it can make no more calls",
+        answer=Nothing,
+        refusals=(400, 404),
+    )
     async def _remove(self, request: web.Request) -> web.Response:
         name = _name(request)
         if not await self._store.remove_quota(name):
             raise RequestError(f"there is no quota {name!r}", status=404, param="name")
         return web.json_response({})
 
-    async def check(self, name: str | None) -> None:
+    async def on_create(self, limits: Mapping[str, Any]) -> None:
         """Raises RequestError: a new session names a quota that does not exist."""
+        name = limits.get("quota")
         if name and name not in {quota.name for quota in await self._store.get_quotas()}:
             raise RequestError(
                 f"limits.quota: there is no quota {name[:40]!r}; create it by PUT /quotas/NAME",
                 param="limits.quota",
             )
+
+
+SharedQuotas.routes = routes_of(SharedQuotas)
 
 
 def _name(request: web.Request) -> str:

@@ -20,7 +20,7 @@ from proxy.commands.sessions import named_store
 from proxy.config import ListenConfig
 from proxy.errors import ConfigurationError
 from proxy.extras.view.access import Access, new_key, new_link
-from proxy.extras.view.api import PAGE, ViewApi, add_routes
+from proxy.extras.view.api import PAGE, ViewApi, add_page
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.server import app_runner
 from proxy.http.web_guard import Hosts, web_guard
@@ -106,7 +106,7 @@ def build_view(
         lambda: tokenizer,
         runs,
     )
-    add_routes(app, lambda: api)
+    add_page(app, lambda: api)
 
     async def end(_: web.Application) -> None:
         api.close()

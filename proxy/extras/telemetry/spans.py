@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from proxy.conversation.messages import load_answer
+from pydantic import Field
+
 from proxy.errors import ConfigurationError
 from proxy.http.valid_json import valid_text
-from proxy.metrics import Metrics
-from proxy.records import FinishReason, Turn, TurnStatus
+from proxy.settings.section import Section
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
@@ -43,8 +42,6 @@ QUEUE_SPANS = 8192
 """About 10 MB; at 1,000 calls per second, the collector may be away for some seconds."""
 METRICS_EVERY_MS = 10_000.0
 """How often metrics are sent, unless OTEL_METRIC_EXPORT_INTERVAL says otherwise."""
-WAITING_TOOLS = 4096
-"""Number of answers with tool calls whose results are awaited."""
 MAX_ATTRIBUTES = 1024
 """Attributes that a span keeps, unless a variable of OpenTelemetry says otherwise; more than the
 metrics of a step. A span that gets more drops its first ones."""
@@ -55,6 +52,16 @@ SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20
 TOKENS = tuple(4**power for power in range(14))
 
 Attributes = Mapping[str, Any]
+
+
+class TelemetryConfig(Section):
+    """OpenTelemetry: a span per model call and tool call, and metrics; in a run also per trial,
+    verifier and step (docs/observe.md)."""
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """The URL of a collector that accepts OTLP over HTTP, such as `http://127.0.0.1:4318`, without
+    `/v1/traces`. Needs the extra `telemetry`. Its keys are in the environment variable
+    OTEL_EXPORTER_OTLP_HEADERS. Default: nothing is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,129 +217,6 @@ def trial_context(session_id: str) -> SpanContext:
     digest = sha256(f"agentic-rl trial {session_id}".encode(errors="surrogatepass")).digest()
     trace_id, span_id = int.from_bytes(digest[:16]), int.from_bytes(digest[16:24])
     return SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(1))
-
-
-class ObservedMetrics(Metrics):
-    """The proxy's metrics; sends each recorded turn as a span, too."""
-
-    def __init__(
-        self, telemetry: Telemetry, model: str, providers: Mapping[str, str], *, in_trial: bool
-    ) -> None:
-        """`model`: the model's name in metrics, in which an agent's own names would be too many.
-        `providers`: kinds of engines by their names. `in_trial`: whether a trainer sends the spans
-        of trials, of which those of calls are parts."""
-        super().__init__()
-        self._telemetry = telemetry
-        self._model = model
-        self._providers = providers
-        self._in_trial = in_trial
-        self._tools: OrderedDict[tuple[str, int], tuple[float, list[tuple[str, str]]]] = (
-            OrderedDict()
-        )
-        """Session and turn → when it ended, and the id and the name of each of its tool calls."""
-        self._duration = telemetry.histogram(
-            "gen_ai.client.operation.duration", "s", "Duration of calls", SECONDS
-        )
-        self._first_token = telemetry.histogram(
-            "gen_ai.server.time_to_first_token", "s", "Time to the first token", SECONDS
-        )
-        self._usage = telemetry.histogram(
-            "gen_ai.client.token.usage", "{token}", "Tokens of calls", TOKENS
-        )
-
-    def recorded(self, turn: Turn, model: str) -> None:
-        super().recorded(turn, model)
-        end = turn.started_at + (turn.duration_s or 0.0)
-        self._send_tools(turn)
-        if turn.finish_reason is FinishReason.TOOL_CALLS:
-            calls = [(call.id, call.name) for call in load_answer(turn.answer).tool_calls]
-            self._tools[turn.session_id, turn.index] = (end, calls)
-            while len(self._tools) > WAITING_TOOLS:
-                self._tools.popitem(last=False)
-        operation = "text_completion" if turn.dialect == "completions" else "chat"
-        error = "cut" if turn.status is TurnStatus.CUT else None
-        labels = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": self._providers.get(turn.engine, "vllm"),
-            "gen_ai.request.model": self._model,
-            **({} if error is None else {"error.type": error}),
-        }
-        requested = plain_text(model) or self._model
-        attributes = {**labels, "gen_ai.request.model": requested, **_call_attributes(turn)}
-        attributes["gen_ai.response.model"] = turn.policy or self._model
-        span = TimedSpan(
-            f"{operation} {requested}",
-            turn.started_at,
-            end,
-            attributes,
-            None if error is None else "the answer was cut",
-            is_client=True,
-        )
-        self._send(span, turn)
-        self._duration(turn.duration_s or 0.0, labels)
-        if turn.first_token_s is not None:
-            self._first_token(turn.first_token_s, labels)
-        self._usage(turn.prompt_tokens, {**labels, "gen_ai.token.type": "input"})
-        self._usage(len(turn.sampled_ids), {**labels, "gen_ai.token.type": "output"})
-
-    def close(self) -> None:
-        """Sends what is left, for at most `CLOSE_S`."""
-        self._telemetry.close()
-
-    def _send_tools(self, turn: Turn) -> None:
-        """The tools whose results the turn is the first to bring."""
-        if turn.parent is None:
-            return
-        began, calls = self._tools.pop((turn.session_id, turn.parent), (0.0, []))
-        for call_id, name in calls:
-            attributes = {
-                "gen_ai.operation.name": "execute_tool",
-                "gen_ai.tool.name": plain_text(name),
-                "gen_ai.tool.call.id": plain_text(call_id),
-                "gen_ai.tool.type": "function",
-                "gen_ai.conversation.id": plain_text(turn.session_id),
-            }
-            name = f"execute_tool {plain_text(name)}"
-            self._send(TimedSpan(name, began, turn.started_at, attributes), turn)
-
-    def _send(self, span: TimedSpan, turn: Turn) -> None:
-        trial = trial_context(turn.session_id)
-        if self._in_trial:
-            self._telemetry.send(span, parent=trial)
-        else:
-            # Without a parent: the spans of a session are one trace with several roots.
-            self._telemetry.send(span, context=_in_trace(trial))
-
-
-def _in_trace(trial: SpanContext) -> SpanContext:
-    """A new span in the trace of a trial."""
-    from opentelemetry.trace import SpanContext
-
-    span_id = int.from_bytes(os.urandom(8)) or 1
-    return SpanContext(trial.trace_id, span_id, is_remote=False, trace_flags=trial.trace_flags)
-
-
-def _call_attributes(turn: Turn) -> dict[str, Any]:
-    finish = turn.finish_reason
-    sampling = turn.sampling
-    return {
-        "gen_ai.conversation.id": plain_text(turn.session_id),
-        "gen_ai.agent.id": None if turn.agent_id is None else plain_text(turn.agent_id),
-        "gen_ai.response.id": f"{plain_text(turn.session_id)}#{turn.index}",
-        "gen_ai.response.finish_reasons": None if finish is None else [finish.value],
-        "gen_ai.usage.input_tokens": turn.prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": turn.shared_tokens,
-        "gen_ai.usage.output_tokens": len(turn.sampled_ids),
-        "gen_ai.request.temperature": sampling.get("temperature"),
-        "gen_ai.request.top_p": sampling.get("top_p"),
-        "gen_ai.request.max_tokens": sampling.get("max_tokens"),
-        "gen_ai.request.seed": sampling.get("seed"),
-        "gen_ai.response.time_to_first_chunk": turn.first_token_s,
-        "agentic.engine": turn.engine or None,
-        "agentic.turn": turn.index,
-        "agentic.fork": None if turn.fork_cause is None else turn.fork_cause.value,
-        "agentic.policy.versions": [span.version for span in turn.versions],
-    }
 
 
 def plain_text(value: str) -> str:

@@ -1,0 +1,1 @@
+"""The extra `telemetry`: calls and tools as spans of OpenTelemetry."""

@@ -1,0 +1,70 @@
+"""The extra `page`: the page that people open in the browser, on the record of this proxy."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from aiohttp import web
+
+from proxy.extra import Core, Extra
+from proxy.extras.view.access import Access, new_link
+from proxy.extras.view.answers import RecordState
+from proxy.extras.view.api import ROUTES, ViewApi
+from proxy.extras.view.runs import RecordedRuns
+from proxy.http.openapi import DocumentPart
+from proxy.http.route import Route
+from proxy.keys import AdminKeys
+from proxy.store.protocol import Store
+
+
+class Page(Extra):
+    """Answers the requests of the page, which has keys of its own."""
+
+    routes = ROUTES
+    documented = DocumentPart(
+        "page",
+        "view_key",
+        "a key of `agentic-proxy view-key create`, or the admin key; browsers have a cookie",
+        ROUTES,
+    )
+
+    async def open(self, core: Core) -> None:
+        self.core, config, store = core, core.config, core.store
+        access = Access(
+            lambda: store.browser,
+            AdminKeys(config),
+            secure=(config.public_url or "").startswith("https:"),
+        )
+        self._api = ViewApi(
+            lambda: store.browser,
+            access,
+            self._state,
+            lambda: core.rendering.tokenizer,
+            RecordedRuns([] if config.run is None else [config.run], config.published_runs),
+            rules=config.rules or [],
+        )
+
+    async def serve(self, route: Route, request: web.Request) -> web.StreamResponse:
+        return await self._api.serve(route, request)
+
+    async def invitation(self, store: Store) -> str:
+        secret = await new_link(store.browser)
+        return f"see everything, live: {{url}}/#link={secret} (opens once)"
+
+    async def stop(self) -> None:
+        self._api.close()
+
+    def _state(self) -> RecordState:
+        router = self.core.router
+        state: dict[str, Any] = {
+            "engines": router.infos,
+            "policies": [
+                {"name": each.name, "version": each.version} for each in router.policies.published
+            ],
+            "paused": router.paused,
+            "waiting": router.waiting,
+            "rule_faults": [],
+        }
+        for extra in self.core.extras:
+            state |= extra.state()
+        return cast(RecordState, state)
