@@ -58,7 +58,10 @@ async def pairs_json(
     size = 0
     for pair in chosen:
         sides = [await transcripts.side(label, trial) for label, trial in pair.sides]
-        shown = {"title": pair.title, "note": pair.note, "colour": pair.colour, "sides": sides}
+        trials = [trial["trial_id"] for _, trial in pair.sides]
+        parting = await transcripts.parting(trials[0], trials[1]) if len(trials) == 2 else ""
+        note = f"{pair.note} {parting}".strip()
+        shown = {"title": pair.title, "note": note, "colour": pair.colour, "sides": sides}
         size += len(json.dumps(shown))
         if size > MAX_BYTES and made:
             break

@@ -16,9 +16,10 @@ from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.session_turns import SessionTurns
 from proxy.extras.view.trial_files import VERIFIER_FILES, TrialFiles
 from proxy.extras.view.turn_tokens import TurnTokens, turn_tokens
-from proxy.records import Turn
+from proxy.records import EMPTY_IDS, Ids, Turn
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.browser import Browser, TurnHead
+from proxy.token_tree import common_prefix
 from trainer.extras.report.trials import Trial
 from trainer.run.metrics import Transcript
 
@@ -30,6 +31,8 @@ MESSAGES = 20
 """New messages of one turn."""
 HEADS = 2_000
 """Turns of a session among which the longest conversation is looked for."""
+SHOWN_BEFORE, SHOWN_AFTER = 8, 12
+"""Tokens around the point where two prompts part."""
 VERIFIER_BYTES = 3_000
 """Of each file that the verifier wrote."""
 
@@ -60,6 +63,33 @@ class Transcripts:
             "left_out": left_out,
             "verifier": verifier_output(self._run.files(trial["trial_id"])),
         }
+
+    async def parting(self, one: str, other: str) -> str:
+        """How much of the first prompts of two sessions is the same, and what differs first, in
+        words; empty if they are equal or unknown. Something early that differs by trial (a folder,
+        a date, an id) costs prefill and training time."""
+        prompts = [await self._first_prompt(session) for session in (one, other)]
+        if self._tokenizer is None or not all(map(len, prompts)):
+            return ""
+        shared, size = common_prefix(*prompts), max(map(len, prompts))
+        if shared == min(map(len, prompts)):
+            return ""
+        begins = max(0, shared - SHOWN_BEFORE)
+        first, second = (
+            self._tokenizer.decode(prompt[begins : shared + SHOWN_AFTER].tolist())
+            for prompt in prompts
+        )
+        return (
+            f"Their first prompts share {shared:,} of {size:,} tokens and part at "
+            f"\N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK} and "
+            f"\N{LEFT DOUBLE QUOTATION MARK}{second}\N{RIGHT DOUBLE QUOTATION MARK}."
+        )
+
+    async def _first_prompt(self, session: str) -> Ids:
+        heads = [] if self._browser is None else await self._browser.heads(session, 0, 1)
+        if self._browser is None or not heads:
+            return EMPTY_IDS
+        return (await SessionTurns(self._browser, session).read(heads[0].index)).prompt_ids
 
     async def _conversation(self, session: str) -> tuple[list[Turn], str]:
         """The turns of the longest conversation, and why there are none."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.trial_files import TrialFiles
+from proxy.rendering.rendering import Rendering
+from proxy.store import open_store
+from tests.proxy.conftest import StartProxy
 from tests.trainer.extras.report.written import report_data, trial, write_run
-from trainer.extras.report.transcripts import VERIFIER_BYTES, verifier_output
+from trainer.extras.report.transcripts import VERIFIER_BYTES, Transcripts, verifier_output
 
 BEFORE_AND_AFTER = {"same": (1, 1), "worse": (1, 0), "b": (0, 1), "a": (0, 1), "c": (0, 1)}
 
@@ -57,6 +62,31 @@ def test_rollouts_of_the_last_group_with_different_rewards_are_shown(tmp_path: P
     (pair,) = pairs_of(tmp_path / "run", 3, trials)["pairs"]
     assert [side["trial"]["trial_id"] for side in pair["sides"]] == ["low", "high"]
     assert pair["title"].startswith("Training, step 3, t")
+
+
+async def test_note_says_where_the_prompts_of_two_trials_part(
+    start_proxy: StartProxy, rendering: Rendering, tmp_path: Path
+) -> None:
+    proxy = await start_proxy()
+    sessions = []
+    for folder in ("one", "two", "two"):
+        sessions.append(await proxy.session())
+        system = {"role": "system", "content": f"You are brief. CWD: /trials/{folder}/work. Go."}
+        body = {"messages": [system, {"role": "user", "content": "Hello."}]}
+        assert (await proxy.post(sessions[-1], "chat/completions", body))[0] == 200
+    one, two, same = (session.trial_id for session in sessions)
+    store = await open_store(f"sqlite:///{tmp_path}/proxy.db", create=False)
+    run = RecordedRun(write_run(tmp_path / "run").path)
+    transcripts = Transcripts(run, store.browser, rendering.tokenizer)
+    said = await transcripts.parting(one, two)
+    assert re.match(r"Their first prompts share \d+ of \d+ tokens and part at ", said)
+    assert "/trials/one" in said
+    assert "/trials/two" in said
+    assert "You are brief" not in said
+    assert await transcripts.parting(two, same) == ""
+    assert await transcripts.parting(one, "unknown") == ""
+    assert await Transcripts(run, None, rendering.tokenizer).parting(one, two) == ""
+    await store.close()
 
 
 def test_failed_trials_are_no_sides(tmp_path: Path) -> None:
