@@ -42,7 +42,7 @@ from proxy.token_tree.fork_cause import QUOTED_TURNS, AnswerMarks, is_quoted
 def summaries(turns: Sequence[Turn]) -> dict[int, int]:
     """Index of the first turn after each compaction → index of the turn that sampled its summary.
 
-    A compaction whose request was not recorded (by an earlier program) has no entry.
+    A compaction whose request was not recorded has no entry.
     """
     return {
         turn.index: found
@@ -98,7 +98,11 @@ class OwnCredit(OwnFunction):
 
 
 class CreditConfig(Section):
-    """Example: CreditConfig(policy="main_path", turn_discount=0.95)"""
+    """A call in which the agent summarises its history (compaction) is trained, under every policy,
+    with the return of what follows the summary.
+
+    Example: CreditConfig(policy="main_path", turn_discount=0.95)
+    """
 
     policy: Literal["all", "main_path", "branch"] = "all"
     """`all`: every answered turn, including side calls (titles, sub-agents, summaries).
@@ -106,9 +110,6 @@ class CreditConfig(Section):
     path, and the branches for which a reward was posted."""
     turn_discount: float = Field(1.0, gt=0, le=1)
     """Factor on the reward for each turn between a turn and the end of its chain."""
-    summaries: Literal["trained", "masked"] = "trained"
-    """Calls in which the agent summarises its history (compaction). `trained`: with the return of
-    what follows the summary, under every policy. `masked`: not trained."""
     function: OwnCredit | None = None
     """A function of your own, in place of the other keys."""
 
@@ -117,7 +118,7 @@ class CreditConfig(Section):
         fields = type(self).model_fields
         others = [
             name
-            for name in ("policy", "summaries", "turn_discount")
+            for name in ("policy", "turn_discount")
             if getattr(self, name) != fields[name].default
         ]
         if self.function is not None and others:
@@ -175,8 +176,6 @@ def assign_credit(
     for own in posted:
         if own.turn in credited and not own.branch:
             flow[own.turn] += own.value
-    if settings.summaries == "masked":
-        credited -= set(chain.summaries.values())
     return Credit(
         {turn: flow[turn] for turn in flow if turn in credited},
         {turn: shares[turn] for turn in shares if turn in credited},

@@ -16,8 +16,8 @@ from benchmarks.arms import Study, main
 STUDY = Study(
     "compaction",
     {
-        "masked": ["remote_agent.credit.summaries=masked"],
-        "trained": ["remote_agent.credit.summaries=trained"],
+        "masked": ["remote_agent.credit.function=benchmarks/compaction/masked.py:masked"],
+        "trained": [],
         "no_limit": ["remote_agent.python.target=benchmarks/compaction/agent.py:run_without_limit"],
     },
     goal=None,

@@ -248,9 +248,7 @@ def test_function_that_returns_something_else_is_refused_with_what_it_returned()
         algorithm.loss(batch)(zeros, zeros, targets)
 
 
-@pytest.mark.parametrize(
-    ("other", "value"), [("policy", "branch"), ("turn_discount", 0.5), ("summaries", "masked")]
-)
+@pytest.mark.parametrize(("other", "value"), [("policy", "branch"), ("turn_discount", 0.5)])
 def test_credit_by_a_function_and_by_another_key_is_refused(other: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"takes the place of credit\.{other}"):
         CreditConfig.model_validate({"function": f"{HERE}:something", other: value})

@@ -199,6 +199,7 @@ SUCCESSORS_BY_LAST_NAME: Mapping[str, str] = {
     "ppo_epochs": "algorithm.epochs",
     "ppo_mini_batch_size": "algorithm.mini_batches, the number of mini-batches of a step",
     "save_freq": "trainer.save_every",
+    "summaries": "remote_agent.credit.function, as in benchmarks/compaction/masked.py",
     "swarm_mode_sample_collection_max_cached_episodes": "swarm.max_collected",
     "swarm_mode_sample_collection_method": "swarm.stop_rule",
     "tail_batch_trigger_size": "rollout.tail_groups",

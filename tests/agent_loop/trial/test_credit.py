@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent_loop.errors import CreditError
-from agent_loop.trial.credit import CreditConfig, assign_credit
+from agent_loop.trial.credit import CreditConfig, assign_credit, summaries
 from proxy.conversation.messages import Conversation, Message, dump_answer
 from proxy.conversation.recorded import dump_request
 from proxy.records import ForkCause, Reward, Turn, TurnStatus
@@ -85,23 +85,20 @@ def test_summary_gets_the_return_of_what_follows_it(own_conversation: bool, poli
     assert given_.untrained == frozenset()
 
 
-@pytest.mark.parametrize("own_conversation", [False, True])
-@pytest.mark.parametrize("policy", ["all", "main_path"])
-def test_masked_summary_is_context_and_changes_no_other_return(
-    own_conversation: bool, policy: str
-) -> None:
-    turns = compacted(own_conversation=own_conversation)
-    trained = credit(turns, policy=policy, turn_discount=0.5)
-    masked = credit(turns, policy=policy, turn_discount=0.5, summaries="masked")
-    assert masked.returns == {t: r for t, r in trained.returns.items() if t != 2}
-    assert masked.shares == {t: r for t, r in trained.shares.items() if t != 2}
-    assert masked.untrained == {2}
+def test_the_benchmarks_function_leaves_out_only_the_summary() -> None:
+    turns = compacted(own_conversation=True)
+    function = "benchmarks/compaction/masked.py:masked"
+    assert CreditConfig.model_validate({"function": function}).function is not None
+    masked_ = credit(turns, function=function)
+    assert masked_.untrained == {2}
+    assert masked_.returns == dict.fromkeys((0, 1, 3, 4), 1.0)
 
 
 def test_compaction_without_a_recorded_request_has_no_summary() -> None:
     turns = compacted(own_conversation=True)
     turns[3] = replace(turns[3], request=b"")
-    assert credit(turns, summaries="masked").untrained == frozenset()
+    assert summaries(compacted(own_conversation=True)) == {3: 2}
+    assert summaries(turns) == {}
 
 
 def test_reward_of_a_turn_is_credited_to_no_other_turn() -> None:
