@@ -262,9 +262,11 @@ def test_any_body_is_parsed_or_refused(change: dict[str, Any]) -> None:
 
 async def test_request_for_a_search_by_google_alone_is_refused(proxy: RunningProxy) -> None:
     session = await proxy.session()
-    for tools in ([{"googleSearch": {}}], [{"google_search": {}}, {"urlContext": {}}]):
+    refused: list[Any] = [[{"googleSearch": {}}], [{"google_search": {}}, {"urlContext": {}}]]
+    for tools in refused:
         status, body = await ask(proxy, session, ASKED | {"tools": tools})
         assert status == 400
         assert next(iter(tools[-1])) in orjson.loads(body)["error"]["message"]
-    for tools in ([{"functionDeclarations": []}], []):
+    none: list[Any] = [[{"functionDeclarations": []}], []]
+    for tools in none:
         assert (await ask(proxy, session, ASKED | {"tools": tools}))[0] == 200
