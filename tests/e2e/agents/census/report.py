@@ -58,13 +58,27 @@ def designs(known: Iterable[Agent]) -> str:
 
 
 def write_page(rows: Sequence[Row], known: Iterable[Agent], page: Path) -> None:
-    """Replaces the tables between the page's marks."""
+    """Replaces the tables between the page's marks. Lines of agents without a result stay."""
     text = page.read_text()
-    for mark, content in (("census", table(rows)), ("designs", designs(known))):
+    lines = table(rows).splitlines()[2:]
+    measured = {row.agent for row in rows}
+    lines += [line for line in _between(text, "census") if _agent(line) not in measured]
+    whole = "\n".join([_HEAD, *sorted(lines, key=_agent)])
+    for mark, content in (("census", whole), ("designs", designs(known))):
         begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
     page.write_text(text)
+
+
+def _between(text: str, mark: str) -> list[str]:
+    """The lines of the table between the marks, without its head."""
+    inner = text.partition(f"<!-- {mark}: begin -->")[2].partition(f"<!-- {mark}: end -->")[0]
+    return inner.strip().splitlines()[2:]
+
+
+def _agent(line: str) -> str:
+    return line.split("|")[1].strip()
 
 
 def _range(numbers: Sequence[int]) -> str:
