@@ -38,6 +38,10 @@ _HARMONY = {
     "<|constrain|>": 200003, "<|channel|>": 200005, "<|start|>": 200006, "<|end|>": 200007,
     "<|message|>": 200008, "<|call|>": 200012,
 }  # fmt: skip
+_HARMONY_WORDS = tuple(
+    {at: word for word, at in _HARMONY.items()}.get(at, f"<|reserved_{at}|>")
+    for at in range(min(_HARMONY.values()), max(_HARMONY.values()) + 1)
+)
 _O200K = "|".join(
     (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -96,7 +100,7 @@ FAMILIES = {
             tags=True,
         ),
         Family(
-            "gpt-oss", "gptoss.jinja", tuple(_HARMONY), (), ("<|return|>", "<|call|>"), "<|call|>",
+            "gpt-oss", "gptoss.jinja", _HARMONY_WORDS, (), ("<|return|>", "<|call|>"), "<|call|>",
             "<|return|>", opened="<|channel|>analysis<|message|>", several_calls=False,
         ),
     )
@@ -186,4 +190,6 @@ class Writer:
         thought = "thinking" if self.family.name == "gpt-oss" else "reasoning_content"
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         message |= {"tool_calls": calls} if calls else {}
+        if thought == "thinking" and calls and answer.reasoning:
+            message["content"] = ""  # its template writes only one of them before a call
         return message | ({thought: answer.reasoning} if answer.reasoning else {})
