@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from agent_loop.extras.environments.verifiers import FIELD
+from agent_loop.launchers.command import scripts
 from agent_loop.launchers.registry import AgentConfig
 from agent_loop.processes.functions import source_file
 from agent_loop.rewards.registry import RewardsConfig
@@ -22,13 +20,13 @@ ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
 
 
 class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
-    """The agent: one of `command`, `python`, `http`, `kubernetes`, `ray`, `launcher`, or (by
-    `agent_name` or `agent_import_path`) an agent of Harbor."""
+    """The agent (one of `command`, `python`, `http`, `harbor`, `kubernetes`, `ray`, `verifiers`,
+    `openenv` and `launcher`), its rewards, and the bounds of a trial."""
 
     @property
     def fields_hidden(self) -> frozenset[str]:
-        if self.hidden_fields is None and self.verifiers is not None:
-            return frozenset({FIELD})
+        if self.hidden_fields is None and self.agent is not None and self.agent.hidden_fields:
+            return self.agent.hidden_fields
         graded = self.verifier or self.grader or self.judge or self.reward
         if self.hidden_fields is None and graded:
             return ANSWER_FIELDS
@@ -37,44 +35,37 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
     @property
     def private_files(self) -> list[Path]:
         """The verifier's and the grader's own files, unless the agent is one of them."""
-        own: list[Path | None] = [] if self.verifier is None else list(_files(self.verifier.argv))
+        own: list[Path | None] = [] if self.verifier is None else list(scripts(self.verifier.argv))
         if self.grader is not None:
             own.append(source_file(self.grader.target))
-        shared = self._agent_files
+        shared = self._own_files
         return [path for path in own if path is not None and path not in shared]
 
     def owns(self, path: Path) -> bool:
         """Whether the file is one of the agent's own."""
-        return path in self._agent_files
+        return path in self._own_files
 
     @property
     def shown_files(self) -> list[Path]:
         """What a local agent can read with `sandbox: strict`: its scripts or its module, and the
         Python of this run."""
-        python = {Path(sys.prefix), Path(sys.base_prefix)}
-        files = self._agent_files
-        if self.verifiers is not None:
-            python |= {self.verifiers.python.absolute().parents[1], *self.verifiers.path}
-        # A module may import its neighbours.
-        return [*python, *([file.parent for file in files] if self.python is not None else files)]
+        return [
+            Path(sys.prefix),
+            Path(sys.base_prefix),
+            *(self.agent.folders if self.agent else ()),
+        ]
 
     @property
-    def _agent_files(self) -> list[Path]:
+    def _own_files(self) -> tuple[Path, ...]:
         """The agent's own scripts, or the file of its module."""
-        if self.command is not None:
-            return list(_files(self.command.argv))
-        file = None if self.python is None else source_file(self.python.target)
-        return [] if file is None else [file]
+        return self.agent.files if self.agent is not None else ()
 
     @property
     def sandbox_warning(self) -> str | None:
         """One line for the start of a run on what its agents can reach; None: nothing of the
         run."""
-        if self.ray is not None:
-            return (
-                "warning: remote_agent.ray: agents have no wall on their nodes; they can read what "
-                "Ray's user can read, and can connect to Ray"
-            )
+        if self.agent is not None and self.agent.warning is not None:
+            return self.agent.warning
         if not self._is_local:
             return None
         if self.sandbox == "off":
@@ -121,19 +112,4 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
     @property
     def _is_local(self) -> bool:
         """Whether agents are processes of this machine."""
-        local = (self.command, self.python, self.verifiers, self.openenv)
-        return any(section is not None for section in local)
-
-
-def _files(argv: Sequence[str]) -> Iterator[Path]:
-    """The scripts among a command's arguments. The program itself counts only if it is a script,
-    because agents need the interpreters, too."""
-    for number, word in enumerate(argv):
-        path = word.replace("{root}", str(Path.cwd()))
-        if os.path.isfile(path) and (number > 0 or _is_script(path)):
-            yield Path(path).absolute()
-
-
-def _is_script(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(2) == b"#!"
+        return self.agent is not None and self.agent.is_local

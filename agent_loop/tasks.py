@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
 from agent_loop.errors import TaskFileError
-from agent_loop.extras.harbor.task_folders import HarborDataConfig, read_harbor_dir
+from agent_loop.launchers.protocol import LauncherConfig
 from agent_loop.records import Task
 from agent_loop.task_sources.files import read_tasks
 from agent_loop.task_sources.listed import ListedTasks
@@ -23,17 +23,20 @@ from agent_loop.task_sources.protocol import (
     Position,
     PositionedSource,
     PositionedTasks,
+    TaskFolders,
     TaskSource,
 )
 from agent_loop.task_sources.registry import AnyTaskSource
 from proxy.errors import ConfigurationError
+from proxy.settings.extra import Extra
+from proxy.settings.section import Section
 
 MAX_HELD_OUT = 100_000
 """Maximum number of held-out tasks of a source, which all are evaluated: a source with more is
 probably endless."""
 
 
-class DataConfig(HarborDataConfig):
+class DataConfig(Section):
     """The `data` section of a run. Example: DataConfig(train_files=("tasks/train.jsonl",))"""
 
     train_files: tuple[Path, ...] = ()
@@ -44,6 +47,10 @@ class DataConfig(HarborDataConfig):
     """Other sources of tasks to train on, by their names: `train_sources.NAME.function`, …"""
     val_sources: Mapping[str, AnyTaskSource] = Field(default_factory=dict)
     """Other sources of held-out tasks, by their names; an endless one needs a `limit`."""
+    harbor: Annotated[
+        TaskFolders | None, Extra("agent_loop.extras.harbor.task_folders:HarborDataConfig")
+    ] = None
+    """Folders of Harbor tasks: `harbor.train_dir`, `harbor.val_dir`."""
     weights: Mapping[str, float] = Field(default_factory=dict)
     """How often tasks of a source (a file's name without its ending, or the name of another
     source) are drawn, relative to the others; default 1."""
@@ -58,14 +65,15 @@ class DataConfig(HarborDataConfig):
     def holds_tasks(self) -> bool:
         """Whether it names any task, to train on or held out."""
         named = (self.train_files, self.val_files, self.train_sources, self.val_sources)
-        return any((*named, self.train_harbor_dir, self.val_harbor_dir))
+        return any((*named, self._folders(held_out=False), self._folders(held_out=True)))
 
     @property
     def private_files(self) -> tuple[Path, ...]:
         """What local agents must not read: the files and folders of tasks."""
         sources = (*self.train_sources.values(), *self.val_sources.values())
         own = [path for source in sources for path in source.private_files]
-        return (*self.train_files, *self.val_files, *self.harbor_roots, *own)
+        folders = (*self._folders(held_out=False), *self._folders(held_out=True))
+        return (*self.train_files, *self.val_files, *folders, *own)
 
     def training_as_held_out(self) -> Self:
         """The same tasks, of which those to train on are the held-out ones."""
@@ -73,13 +81,36 @@ class DataConfig(HarborDataConfig):
             update={
                 "val_files": self.train_files,
                 "val_sources": self.train_sources,
-                "val_harbor_dir": self.train_harbor_dir,
-                "harbor_val_limit": self.harbor_train_limit,
+                "harbor": self.harbor and self.harbor.training_as_held_out(),
                 "train_files": (),
                 "train_sources": {},
-                "train_harbor_dir": (),
             }
         )
+
+    @property
+    def names_training_tasks(self) -> bool:
+        return bool(self.train_files or self.train_sources or self._folders(held_out=False))
+
+    @property
+    def names_held_out_tasks(self) -> bool:
+        return bool(self.val_files or self.val_sources or self._folders(held_out=True))
+
+    def _folders(self, *, held_out: bool) -> tuple[Path, ...]:
+        if self.harbor is None:
+            return ()
+        return self.harbor.val_folders if held_out else self.harbor.train_folders
+
+
+def with_own_tasks(data: DataConfig, agent: LauncherConfig | None) -> DataConfig:
+    """The section `data`, with the tasks of the agent's environment if it names no tasks to train
+    on. With them, `remote_agent.verifiers.env: gsm8k-v1` is a whole task set."""
+    own = agent.own_tasks if agent is not None else None
+    if own is None or data.names_training_tasks:
+        return data
+    update = {"train_sources": {own.name: AnyTaskSource.model_validate(own.train)}}
+    if own.held_out is not None and not data.names_held_out_tasks:
+        update["val_sources"] = {own.name: AnyTaskSource.model_validate(own.held_out)}
+    return data.model_copy(update=update)
 
 
 def training_tasks(data: DataConfig, *, needs_prompt: bool = False) -> TaskStream:
@@ -100,17 +131,15 @@ def training_sources(data: DataConfig, *, needs_prompt: bool = False) -> list[So
             source, a task has no prompt although the agent needs one, or (TaskFileError) a file
             cannot be read.
     """
-    if not data.train_files and not data.train_harbor_dir and not data.train_sources:
+    if not data.names_training_tasks:
         raise ConfigurationError(
             "data.train_files: missing; give at least one file of tasks, or a folder of "
-            "Harbor tasks in data.train_harbor_dir, or another source in data.train_sources"
+            "Harbor tasks in data.harbor.train_dir, or another source in data.train_sources"
         )
     _refuse_one_name(data.train_files)
     read: dict[str, list[Task]] = {file.stem: read_tasks(file) for file in data.train_files}
-    for root in data.train_harbor_dir:
-        source = data.harbor_data_source or root.name
-        tasks = read_harbor_dir(root, data, data.harbor_train_limit)
-        read.setdefault(source, []).extend(tasks)
+    for task in data.harbor.train_tasks() if data.harbor else ():
+        read.setdefault(task.source, []).append(task)
     if needs_prompt:
         refuse_without_prompt(task for tasks in read.values() for task in tasks)
     if both := sorted(read.keys() & data.train_sources.keys()):
@@ -139,11 +168,10 @@ def held_out_tasks(data: DataConfig, *, needs_prompt: bool = False) -> list[Task
             source have one id, a task has no prompt although the agent needs one, or
             (TaskFileError) a file cannot be read.
     """
-    _refuse_shared(data.train_files, data.val_files, "files")
-    _refuse_shared(data.train_harbor_dir, data.val_harbor_dir, "harbor_dir")
+    _refuse_shared(data.train_files, data.val_files, "{}_files")
+    _refuse_shared(data._folders(held_out=False), data._folders(held_out=True), "harbor.{}_dir")
     tasks = [task for file in data.val_files for task in read_tasks(file)]
-    for root in data.val_harbor_dir:
-        tasks += read_harbor_dir(root, data, data.harbor_val_limit)
+    tasks += data.harbor.val_tasks() if data.harbor else []
     for name, section in data.val_sources.items():
         if section in data.train_sources.values():
             raise ConfigurationError(
@@ -209,11 +237,13 @@ def _refuse_same_ids(tasks: Iterable[Task]) -> None:
 
 
 def _refuse_shared(train: Sequence[Path], held_out: Sequence[Path], key: str) -> None:
+    """`key` is the name of both keys, with `{}` where they differ."""
     trained = {path.resolve() for path in train}
     both = [path for path in held_out if path.resolve() in trained]
     if both:
         raise ConfigurationError(
-            f"data.val_{key}: {both[0]} is also in data.train_{key}; remove it from one of them"
+            f"data.{key.format('val')}: {both[0]} is also in data.{key.format('train')}; "
+            "remove it from one of them"
         )
 
 

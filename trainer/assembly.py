@@ -13,10 +13,9 @@ from pathlib import Path
 
 import orjson
 
-from agent_loop.agents import AgentLoops, Agents, OneOfAgents
+from agent_loop.agents import AgentLoops, Agents
 from agent_loop.endpoint_loop import Endpoint, EndpointLoop
 from agent_loop.evaluator import Evaluator
-from agent_loop.extras.environments.own_tasks import with_own_tasks
 from agent_loop.extras.swarm.launcher import SwarmLauncher
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.processes.host import StartsEarly
@@ -25,7 +24,7 @@ from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
-from agent_loop.tasks import DataConfig, TaskStream, held_out_tasks, training_tasks
+from agent_loop.tasks import TaskStream, held_out_tasks, training_tasks, with_own_tasks
 from agent_loop.trial.folders import FinishedTrials
 from proxy.client import ProxyClient
 from proxy.engines import vllm_platform
@@ -220,12 +219,12 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
         device_of(config.trainer.device)
         config = fitted(config, gpus_here())
     in_swarm = config.swarm is not None
-    agents = build_agents(config.agent_sections, config.data, in_swarm=in_swarm)
+    agents = build_agents(config.agent_sections, in_swarm=in_swarm)
     if config.agents:
         several = Agents(config.agents, config.data)
         held_out = several.held_out_tasks(config.eval.limit)
     else:
-        data = with_own_tasks(config.data, config.remote_agent)
+        data = with_own_tasks(config.data, config.remote_agent.agent)
         needs_prompt = config.remote_agent.needs_prompt
         held_out = held_out_tasks(data, needs_prompt=needs_prompt)[: config.eval.limit]
     text = _text(held_out[0]) if held_out else ""
@@ -243,7 +242,7 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
 
 
 def build_agents(
-    sections: Mapping[str, RemoteAgentConfig], data: DataConfig, *, in_swarm: bool = False
+    sections: Mapping[str, RemoteAgentConfig], *, in_swarm: bool = False
 ) -> dict[str, AgentParts]:
     """The agents of a run by name. In a swarm, an agent may be missing: clients run theirs.
 
@@ -253,10 +252,8 @@ def build_agents(
     agents: dict[str, AgentParts] = {}
     for name, section in sections.items():
         section.check_sandbox()
-        own = section.data if isinstance(section, OneOfAgents) else None
-        roots = (own or data).harbor_roots
         is_missing = in_swarm and not section.agents
-        launcher = SwarmLauncher() if is_missing else section.build_launcher(roots)
+        launcher = SwarmLauncher() if is_missing else section.build_launcher()
         agents[name] = AgentParts(section, launcher, section.build_rewards())
     return agents
 

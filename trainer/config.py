@@ -58,9 +58,9 @@ class TrainerConfig(ProcessesConfig):
         if self.sft is not None:
             return {}
         return {
-            f"agents.{name}.judge" if name else "remote_agent.judge": section.judge.engine
+            f"agents.{name}.judge" if name else "remote_agent.judge": engine
             for name, section in self.agent_sections.items()
-            if section.judge is not None and section.judge.checkpoint is not None
+            if section.judge is not None and isinstance(engine := section.judge.served, VllmConfig)
         }
 
     @model_validator(mode="after")
@@ -109,7 +109,7 @@ class TrainerConfig(ProcessesConfig):
         elif self.swarm is None and not self.remote_agent.agents:
             yield (
                 "no agent: set remote_agent.command.argv to the program that starts it, or one of "
-                "remote_agent.python, http, kubernetes, ray, agent_name"
+                "remote_agent.python, http, harbor, kubernetes, ray"
             )
 
     def _only_agents(self) -> Iterator[str]:

@@ -7,7 +7,9 @@ output is in `agent.log`.
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -32,6 +34,14 @@ class CommandConfig(ProcessSettings, LauncherConfig):
         """True if the command contains `{prompt}` or TASK_PROMPT."""
         texts = (*self.argv, *self.env.values())
         return any("{prompt}" in text or "TASK_PROMPT" in text for text in texts)
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(scripts(self.argv))
 
     def build(self) -> CommandLauncher:
         return CommandLauncher(self)
@@ -66,3 +76,17 @@ class CommandLauncher:
 
     async def close(self) -> None:
         await self._host.close()
+
+
+def scripts(argv: Sequence[str]) -> Iterator[Path]:
+    """The scripts among a command's arguments. The program itself counts only if it is a script,
+    because agents need the interpreters, too."""
+    for number, word in enumerate(argv):
+        path = word.replace("{root}", str(Path.cwd()))
+        if os.path.isfile(path) and (number > 0 or _is_script(path)):
+            yield Path(path).absolute()
+
+
+def _is_script(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"#!"

@@ -5,6 +5,9 @@ Invariant: when `run` returns or is cancelled, nothing that it started is left r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from agent_loop.records import AgentResult, Trial
@@ -13,6 +16,18 @@ from proxy.settings.section import Section
 OVERHEAD_S = 300.0
 """`overhead_s` of a launcher that starts agents at once: seconds for the collection and the
 reward."""
+
+
+@dataclass(frozen=True)
+class OwnTasks:
+    """Tasks that come with an agent. Example: OwnTasks("wordle", {"resets": {"seeds": 1000}})"""
+
+    name: str
+    """The name of their source."""
+    train: Mapping[str, object]
+    """The source of the tasks to train on, as an entry of `data.train_sources`."""
+    held_out: Mapping[str, object] | None = None
+    """The source of those that are held out, as an entry of `data.val_sources`."""
 
 
 class Launcher(Protocol):
@@ -46,6 +61,36 @@ class LauncherConfig(Section):
     def needs_prompt(self) -> bool:
         """Whether a task needs a prompt to be run."""
         return False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether agents are processes of this machine."""
+        return False
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The agent's own scripts, which a local agent reads with `sandbox: strict`."""
+        return ()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """What else a local agent reads with `sandbox: strict`."""
+        return self.files
+
+    @property
+    def hidden_fields(self) -> frozenset[str]:
+        """The fields of a task that the agent does not get, where `hidden_fields` names none."""
+        return frozenset()
+
+    @property
+    def own_tasks(self) -> OwnTasks | None:
+        """The tasks of the agent's environment, for a run that names none; None: it has none."""
+        return None
+
+    @property
+    def warning(self) -> str | None:
+        """What a user must know about this agent's walls; None: those of `sandbox` hold."""
+        return None
 
     def build(self) -> Launcher:
         """Raises ConfigurationError: these settings cannot work on this machine."""

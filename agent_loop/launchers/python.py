@@ -7,6 +7,7 @@ return value is the launcher's reward.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -15,7 +16,7 @@ from agent_loop.launchers.agent_process import ProcessSettings, agent_result, ca
 from agent_loop.launchers.calls import AgentCall
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.outside_parts import FUNCTION_PATTERN, named_as
-from agent_loop.processes.functions import function_host, returned
+from agent_loop.processes.functions import function_host, returned, source_file
 from agent_loop.records import AgentResult, Trial
 
 
@@ -27,6 +28,19 @@ class PythonConfig(ProcessSettings, LauncherConfig):
     `calls.AgentCall`."""
     key: str = "reward"
     """Which entry is used for training if the function returns a dictionary."""
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        file = source_file(self.target)
+        return () if file is None else (file,)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return tuple(file.parent for file in self.files)  # a module may import its neighbours
 
     def build(self) -> PythonLauncher:
         return PythonLauncher(self)

@@ -1,28 +1,26 @@
 """Every launcher, by its key under `remote_agent`.
 
 To add a launcher, write a module with its section (a `LauncherConfig`) and its class, and add a
-field here. A launcher outside this package needs no field: name it in `remote_agent.launcher`.
+field here; if it is an extra, the field names the class of its section, which is imported only if
+the key is set. A launcher outside this package needs no field: name it in `remote_agent.launcher`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import model_validator
 
-from agent_loop.extras.environments.openenv import OpenEnvConfig
-from agent_loop.extras.environments.verifiers import VerifiersConfig
-from agent_loop.extras.harbor.launcher import HarborConfig, HarborLauncher
-from agent_loop.extras.kubernetes.launcher import KubernetesConfig
-from agent_loop.extras.ray.launcher import RayConfig
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.launchers.http import HttpConfig
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
 from agent_loop.launchers.python import PythonConfig
 from agent_loop.outside_parts import OutsidePart
 from proxy.errors import ConfigurationError
+from proxy.settings.extra import Extra
+from proxy.settings.section import Section
+
+_EXTRAS = "agent_loop.extras"
 
 
 class OutsideLauncher(OutsidePart, LauncherConfig):
@@ -34,9 +32,8 @@ class OutsideLauncher(OutsidePart, LauncherConfig):
         return self.section(LauncherConfig).build()
 
 
-class AgentConfig(HarborConfig):
-    """The agent: one of the launchers below, or an agent of Harbor by `agent_name` or
-    `agent_import_path`.
+class AgentConfig(Section):
+    """The agent: one of the launchers below.
 
     Example: AgentConfig(command=CommandConfig(argv=("python", "agent.py"))).build_launcher()
     """
@@ -47,13 +44,23 @@ class AgentConfig(HarborConfig):
     """A Python function, `python.target`, in a process of its own."""
     http: HttpConfig | None = None
     """A service that runs agents, at `http.url`."""
-    kubernetes: KubernetesConfig | None = None
+    harbor: Annotated[LauncherConfig | None, Extra(f"{_EXTRAS}.harbor.launcher:HarborConfig")] = (
+        None
+    )
+    """An agent of Harbor: `harbor.agent_name` or `harbor.agent_import_path`."""
+    kubernetes: Annotated[
+        LauncherConfig | None, Extra(f"{_EXTRAS}.kubernetes.launcher:KubernetesConfig")
+    ] = None
     """A pod of a Kubernetes Job for each trial, from `kubernetes.image`."""
-    ray: RayConfig | None = None
+    ray: Annotated[LauncherConfig | None, Extra(f"{_EXTRAS}.ray.launcher:RayConfig")] = None
     """A program in a task of a Ray cluster for each trial: `ray.argv` starts it."""
-    verifiers: VerifiersConfig | None = None
+    verifiers: Annotated[
+        LauncherConfig | None, Extra(f"{_EXTRAS}.environments.verifiers:VerifiersConfig")
+    ] = None
     """An environment of the package `verifiers`: `verifiers.env`. It brings tasks and rewards."""
-    openenv: OpenEnvConfig | None = None
+    openenv: Annotated[
+        LauncherConfig | None, Extra(f"{_EXTRAS}.environments.openenv:OpenEnvConfig")
+    ] = None
     """An environment of an OpenEnv server, at `openenv.url`. It gives the rewards."""
     launcher: OutsideLauncher | None = None
     """A launcher of your own: `launcher.target` names the class of its section."""
@@ -61,32 +68,29 @@ class AgentConfig(HarborConfig):
     @property
     def agents(self) -> list[str]:
         """The keys that configure an agent: one key, or none if a swarm's clients run agents."""
-        harbor = [name for name in (self.agent_name, self.agent_import_path) if name]
-        names = ["agent_name" if self.agent_name else "agent_import_path"] if harbor else []
-        return [*self._launchers(), *names]
+        return [name for name, value in self if isinstance(value, LauncherConfig)]
 
-    def build_launcher(self, task_roots: Sequence[Path] = ()) -> Launcher:
-        """`task_roots` are folders that hold Harbor task folders.
+    @property
+    def agent(self) -> LauncherConfig | None:
+        """The section of the agent's launcher; None if no agent is configured."""
+        return getattr(self, self.agents[0]) if self.agents else None
 
+    def build_launcher(self) -> Launcher:
+        """
         Raises:
             ConfigurationError: no agent is configured, or its launcher refuses its settings.
         """
-        for section in self._launchers().values():
-            return section.build()
-        if not self.agents:
+        if self.agent is None:
             raise ConfigurationError(
                 "remote_agent: no agent: set command.argv to the program that starts it, or one of "
-                "python, http, kubernetes, ray, agent_name, launcher"
+                "python, http, harbor, kubernetes, ray, launcher"
             )
-        return HarborLauncher(self, task_roots)
+        return self.agent.build()
 
     @property
     def needs_prompt(self) -> bool:
         """Whether the agent needs a prompt to run a task."""
-        return any(section.needs_prompt for section in self._launchers().values())
-
-    def _launchers(self) -> dict[str, LauncherConfig]:
-        return {name: value for name, value in self if isinstance(value, LauncherConfig)}
+        return self.agent is not None and self.agent.needs_prompt
 
     @model_validator(mode="after")
     def _one_launcher(self) -> Self:

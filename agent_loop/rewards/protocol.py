@@ -34,3 +34,16 @@ class RewardConfig(Section):
     def build(self) -> RewardSource:
         """Raises ConfigurationError: these settings cannot work on this machine."""
         raise NotImplementedError
+
+
+class JudgeSection(RewardConfig):
+    """The section of a reward that a model gives."""
+
+    policy: bool = False
+    """The policy itself is the judge."""
+
+    @property
+    def served(self) -> Section | None:
+        """The section of the engine that the run starts for the judge, with the keys of `engine`;
+        None: it starts none."""
+        return None

@@ -1,23 +1,25 @@
 """Every reward source, by its key under `remote_agent`.
 
 To add a reward, write a module with its section (a `RewardConfig`) and its class, and add a field
-here. A reward outside this package needs no field: name it in `remote_agent.reward`.
+here; if it is an extra, the field names the class of its section. A reward outside this package
+needs no field: name it in `remote_agent.reward`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import Field
 
-from agent_loop.extras.judge.reward import JudgeConfig
 from agent_loop.outside_parts import OutsidePart
 from agent_loop.rewards.combined import CombinedReward, Weighted
 from agent_loop.rewards.grader import GraderConfig
-from agent_loop.rewards.protocol import RewardConfig, RewardSource
+from agent_loop.rewards.protocol import JudgeSection, RewardConfig, RewardSource
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import VerifierConfig
 from proxy.errors import ConfigurationError
+from proxy.settings.extra import Extra
 from proxy.settings.section import Section
 
 
@@ -42,7 +44,9 @@ class RewardsConfig(Section):
     ended."""
     grader: GraderConfig | None = None
     """Reward from a Python function."""
-    judge: JudgeConfig | None = None
+    judge: Annotated[JudgeSection | None, Extra("agent_loop.extras.judge.reward:JudgeConfig")] = (
+        None
+    )
     """Reward from a language model."""
     reward: OutsideReward | None = None
     """Reward from a source of your own: `reward.target` names the class of its section."""

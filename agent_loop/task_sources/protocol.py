@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from agent_loop.records import Task
 from proxy.settings.section import Section
@@ -66,4 +66,30 @@ class TaskSourceConfig(Section):
 
         Raises ConfigurationError: these settings cannot work on this machine.
         """
+        raise NotImplementedError
+
+
+class TaskFolders(Section):
+    """A section of `data` for tasks that are folders. Implementation: Harbor's."""
+
+    @property
+    def train_folders(self) -> tuple[Path, ...]:
+        """The folders of tasks to train on."""
+        return ()
+
+    @property
+    def val_folders(self) -> tuple[Path, ...]:
+        """The folders of held-out tasks."""
+        return ()
+
+    def train_tasks(self) -> list[Task]:
+        """The tasks to train on, each with its source. Raises TaskFileError: one is incomplete."""
+        raise NotImplementedError
+
+    def val_tasks(self) -> list[Task]:
+        """The held-out tasks. Raises TaskFileError: one is incomplete."""
+        raise NotImplementedError
+
+    def training_as_held_out(self) -> Self:
+        """The same folders, of which those to train on are the held-out ones."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Every task source, by its key under `data.train_sources.NAME` and `data.val_sources.NAME`.
 
 To add a task source, write a module with its section (a `TaskSourceConfig`) and its class, and add
-a field here.
+a field here; if it is an extra, the field names the class of its section.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from agent_loop.extras.environments.task_source import ResetTasks, VerifiersTasks
-from agent_loop.extras.harbor.task_source import HarborTasks
 from agent_loop.records import Task
 from agent_loop.task_sources.dataset import DatasetTasksConfig
 from agent_loop.task_sources.function import FunctionTasks
 from agent_loop.task_sources.protocol import TaskSource, TaskSourceConfig
+from proxy.settings.extra import Extra
+
+_EXTRAS = "agent_loop.extras"
 
 
 class AnyTaskSource(TaskSourceConfig):
@@ -30,11 +31,17 @@ class AnyTaskSource(TaskSourceConfig):
     """A Python function that yields tasks."""
     dataset: DatasetTasksConfig | None = None
     """A Hugging Face dataset, of the hub or of a local folder."""
-    verifiers: VerifiersTasks | None = None
+    verifiers: Annotated[
+        TaskSourceConfig | None, Extra(f"{_EXTRAS}.environments.task_source:VerifiersTasks")
+    ] = None
     """The tasks of an environment of the package `verifiers`."""
-    harbor: HarborTasks | None = None
+    harbor: Annotated[
+        TaskSourceConfig | None, Extra(f"{_EXTRAS}.harbor.task_source:HarborTasks")
+    ] = None
     """A dataset of a Harbor registry."""
-    resets: ResetTasks | None = None
+    resets: Annotated[
+        TaskSourceConfig | None, Extra(f"{_EXTRAS}.environments.task_source:ResetTasks")
+    ] = None
     """Resets of an OpenEnv environment with seeds."""
 
     @model_validator(mode="after")

@@ -153,7 +153,7 @@ def further(count: int) -> list[Part]:
 
 def _recipe(model: str, agent: str, gpus: int = 1) -> Part:
     """A recipe with fewer trials than it has: 16 a step, and 4 in a rehearsal, on a tiny model."""
-    few = ("rollout.groups_per_step=4", "rollout.group_size=4", "data.val_harbor_dir=[]")
+    few = ("rollout.groups_per_step=4", "rollout.group_size=4", "data.harbor.val_dir=[]")
     fewer = ("--tiny", "rollout.groups_per_step=2", "rollout.group_size=2")
     return Part(
         f"{model} {agent}{', eight GPUs' if gpus > 1 else ''}",

@@ -6,4 +6,4 @@ set -euo pipefail
 . examples/harbor/server.sh 6
 .venv/bin/python -m examples.harbor.make_tasks --out .cache/harbor_tasks
 .venv/bin/agentic-train --config examples/harbor/agentic_trainer.yaml \
-  "remote_agent.harbor_server_url=$harbor_server_url" "$@"
+  "remote_agent.harbor.server_url=$harbor_server_url" "$@"

@@ -34,7 +34,7 @@ main() {  # read in full before it runs, because a run lasts longer than a check
   . examples/harbor/server.sh 32
   .venv/bin/python -m examples.recipes.make_tasks --out .cache/recipes/tasks
   .venv/bin/agentic-train "${words[@]}" "${tiny[@]}" \
-    "remote_agent.harbor_server_url=$harbor_server_url" "${named[@]}" "${own[@]}"
+    "remote_agent.harbor.server_url=$harbor_server_url" "${named[@]}" "${own[@]}"
 }
 
 main "$@"; exit

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from pydantic import ValidationError
 
@@ -101,7 +99,7 @@ def test_part_that_cannot_be_used_is_refused_by_name(
 ) -> None:
     config = RemoteAgentConfig.model_validate({"launcher": launcher})
     with pytest.raises(ConfigurationError, match=expected):
-        config.build_launcher((Path(),))
+        config.build_launcher()
 
 
 def test_second_agent_in_addition_to_one_from_outside_is_refused() -> None:

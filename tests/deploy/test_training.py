@@ -110,7 +110,7 @@ def test_trainer_and_harbor_server_have_one_token_and_one_address(
     assert names <= set(ServerConfig.model_fields)
     assert harbor.variables["HARBOR_SERVER_STATE_DIR"] == "/data"
     assert (
-        configuration(overlay, tmp_path).remote_agent.harbor_server_url
+        configuration(overlay, tmp_path).remote_agent.harbor.server_url
         == "http://agentic-harbor:8090"
     )
     assert harbor.ports == [8090]

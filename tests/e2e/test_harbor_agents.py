@@ -56,7 +56,7 @@ async def launch(
         directory=folder,
         timeout_s=60.0,
     )
-    given = {"harbor_server_url": server.url, **settings}
+    given = {"server_url": server.url, **settings}
     launcher = HarborLauncher(HarborConfig.model_validate(given))
     try:
         return await launcher.run(trial)

@@ -157,7 +157,7 @@ def test_tiny_layer_leaves_agent_tasks_and_algorithm_as_they_are(
     recipe = load(layers(model, "codex", *more), path)
     tiny = load(layers(model, "codex", *more, "tiny"), path)
     assert (tiny.algorithm, tiny.model) == (recipe.algorithm, recipe.model)
-    assert tiny.data.train_harbor_dir == recipe.data.train_harbor_dir
+    assert tiny.data.harbor.train_dir == recipe.data.harbor.train_dir
     own, recipes = (
         each.remote_agent.model_dump(exclude={"grader", "timeout_s"}) for each in (tiny, recipe)
     )
@@ -176,7 +176,7 @@ def test_part_of_the_gpu_benchmark_is_a_recipe(part: Part, published: Path, here
         more = [word.removeprefix("--").replace("-", "_") for word in words if "=" not in word]
         config = load(layers(model, agent, *more), [f"model.path={published / model}", *keys])
         assert config.trainer.ranks == (4 if words == part.settings and part.gpus == 8 else 1)
-        assert not config.data.val_harbor_dir
+        assert not config.data.harbor.val_dir
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

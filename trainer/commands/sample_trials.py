@@ -17,10 +17,9 @@ from typing import Any
 
 from agent_loop.agents import Agents
 from agent_loop.endpoint_loop import Endpoint
-from agent_loop.extras.environments.own_tasks import with_own_tasks
 from agent_loop.producers.protocol import RunsTrials
 from agent_loop.producers.trial_list import TrialLine, TrialList
-from agent_loop.tasks import held_out_tasks
+from agent_loop.tasks import held_out_tasks, with_own_tasks
 from proxy.client import ProxyClient
 from proxy.records import EMPTY_IDS, SessionKind
 from proxy.run_files.files import replace_file
@@ -76,7 +75,7 @@ def trial_parts(run: TrialRun) -> RunParts:
     """
     config = _without_adapters(run)
     several = Agents(config.agents, config.data)
-    data = with_own_tasks(config.data, config.remote_agent)
+    data = with_own_tasks(config.data, config.remote_agent.agent)
     if run.tasks == "train":
         several, data = several.training_as_held_out(), data.training_as_held_out()
     if config.agents:
@@ -92,7 +91,7 @@ def trial_parts(run: TrialRun) -> RunParts:
             )
     if not tasks:
         raise ConfigError(f"data.{run.tasks}_files: no tasks; give at least one file of tasks")
-    agents = build_agents(config.agent_sections, config.data)
+    agents = build_agents(config.agent_sections)
     return RunParts(config, tasks, agents, EMPTY_IDS)
 
 

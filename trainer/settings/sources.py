@@ -36,6 +36,7 @@ from pydantic_core import ErrorDetails
 from proxy.config import SECTIONS, ProxyConfig
 from proxy.errors import ConfigurationError
 from proxy.extra_registry import section_type
+from proxy.settings.extra import Extra
 from proxy.settings.hub import model_folder
 from proxy.settings.section import Section
 from trainer.algorithms.part import NamedPart, Parts
@@ -131,10 +132,13 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _parts(metadata: Iterable[Any]) -> tuple[type[BaseModel], ...]:
-    """The classes of the registry in a field's annotation; empty if there is no registry in it."""
+    """The classes of the registry in a field's annotation, or the section of the extra in it; empty
+    if there is none of them."""
     for each in metadata:
         if isinstance(each, Parts):
             return each.classes
+        if isinstance(each, Extra):
+            return (each.section,)
     return ()
 
 
@@ -158,10 +162,32 @@ SUCCESSORS: Mapping[str, str] = {
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl.coefficient",
     "algorithm.lam": "algorithm.advantage.lam",
     "gconfig.temperature": "rollout.temperature",
-    "remote_agent.harbor_dataset_dirs": "data.harbor_dataset_dirs",
+    "data.harbor_ability": "data.harbor.ability",
+    "data.harbor_cache_dir": "data.harbor.cache_dir",
+    "data.harbor_data_source": "data.harbor.data_source",
+    "data.harbor_dataset_dirs": "remote_agent.harbor.dataset_dirs",
+    "data.harbor_overwrite": "data.harbor.overwrite",
+    "data.harbor_train_limit": "data.harbor.train_limit",
+    "data.harbor_val_limit": "data.harbor.val_limit",
+    "data.train_harbor_dir": "data.harbor.train_dir",
+    "data.val_harbor_dir": "data.harbor.val_dir",
+    "remote_agent.harbor_dataset_dirs": "remote_agent.harbor.dataset_dirs",
+    "remote_agent.harbor_server_timeout": "remote_agent.harbor.server_timeout_s",
+    "remote_agent.harbor_server_trials": "remote_agent.harbor.server_trials",
+    "remote_agent.harbor_server_url": "remote_agent.harbor.server_url",
+    "remote_agent.harbor_server_urls": "remote_agent.harbor.server_urls",
+    **{
+        f"remote_agent.{name}": f"remote_agent.harbor.{name}"
+        for name in (
+            *("agent_name", "agent_import_path", "agent_kwargs", "agent_env", "environment_type"),
+            *("environment_import_path", "environment_kwargs", "environment_overrides"),
+            *("verifier_kwargs", "task_path_template", "upload_tasks", "reward_key"),
+            "use_local_trial",
+        )
+    },
     "remote_agent.llm_proxy_ip": "proxy_server.llm_proxy_ip",
     "remote_agent.placement": "remote_agent.command, remote_agent.kubernetes, remote_agent.ray or "
-    "remote_agent.harbor_server_urls",
+    "remote_agent.harbor.server_urls",
     "remote_agent.proxy_server_url": "proxy_server.url",
     "rollout.n": "rollout.group_size",
     "rollout.prefix": "rollout.producer, with the target examples.branching.producers:prefixes",

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from agent_loop.extras.environments.openenv_agent import INSTRUCTIONS, OpenEnvCall
 from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
-from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
+from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig, OwnTasks
 from agent_loop.processes.functions import function_host, returned
 from agent_loop.records import AgentResult, Trial
 
@@ -33,6 +33,16 @@ class OpenEnvConfig(ProcessSettings, LauncherConfig):
     """Maximum number of answers of the model in an episode."""
     instructions: str = INSTRUCTIONS
     """The system message; `{schema}` is replaced by the JSON schema of an action."""
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
+    def own_tasks(self) -> OwnTasks:
+        first = self.held_out
+        train = {"resets": {"first": first, "seeds": self.seeds}}
+        return OwnTasks("openenv", train, {"resets": {"seeds": first}} if first else None)
 
     def build(self) -> OpenEnvLauncher:
         return OpenEnvLauncher(self)

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from agent_loop.errors import LaunchError, TaskFileError
 from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
-from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
+from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig, OwnTasks
 from agent_loop.processes.environment import inherited_environment
 from agent_loop.processes.functions import RETURNED_BYTES, returned
 from agent_loop.processes.host import Ended, ProcessHost
@@ -113,6 +113,25 @@ class VerifiersConfig(VerifiersEnvironment, LauncherConfig):
     names no tasks."""
     process: ProcessSettings = ProcessSettings()
     """The process of an episode, with the keys of `command`."""
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.python.absolute().parents[1], *self.path)
+
+    @property
+    def hidden_fields(self) -> frozenset[str]:
+        return frozenset({FIELD})
+
+    @property
+    def own_tasks(self) -> OwnTasks:
+        names = VerifiersEnvironment.model_fields
+        shared, first = {name: getattr(self, name) for name in names}, self.held_out
+        held_out = {"verifiers": {**shared, "take": first}} if first else None
+        return OwnTasks(self.env, {"verifiers": {**shared, "skip": first}}, held_out)
 
     def build(self) -> VerifiersLauncher:
         return VerifiersLauncher(self)

@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agent_loop.errors import LaunchError
 from agent_loop.extras.harbor.servers import HarborServers
-from agent_loop.extras.harbor.task_folders import resolve_task_dir
+from agent_loop.extras.harbor.task_folders import Folders, resolve_task_dir
+from agent_loop.launchers.protocol import LauncherConfig
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from agent_loop.reward_values import graded
 from harbor_sdk import (
@@ -35,7 +36,6 @@ from harbor_sdk import (
 )
 from harbor_sdk.models import AGENT_CRASHES
 from proxy.errors import ConfigurationError
-from proxy.settings.section import Section
 
 RUN_FILE = "harbor_run.json"
 """Name of the file in the trial's directory that holds Harbor's complete result."""
@@ -43,11 +43,8 @@ RUN_FILE = "harbor_run.json"
 _log = logging.getLogger(__name__)
 
 
-class HarborConfig(Section):
-    """An agent of Harbor, with the key names of verl's recipe.
-
-    Example: HarborConfig(agent_name="terminus-2", harbor_server_url="http://127.0.0.1:8090")
-    """
+class HarborConfig(LauncherConfig):
+    """Example: HarborConfig(agent_name="terminus-2", server_url="http://127.0.0.1:8090").build()"""
 
     agent_name: str | None = None
     """Name of one of Harbor's agents: `terminus-2`, `mini-swe-agent`, `claude-code`, `codex`, …"""
@@ -68,6 +65,8 @@ class HarborConfig(Section):
     """Fields of Harbor's EnvironmentConfig, such as `override_cpus`."""
     verifier_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Fields of Harbor's VerifierConfig: `import_path`, `override_timeout_sec`, …"""
+    dataset_dirs: Folders = ()
+    """Folders that are searched for a task's folder by its `instance_id`."""
     task_path_template: str = ""
     """Path of the folder of a task that is not in a dataset folder; may contain `{instance_id}` and
     `{task_id}`."""
@@ -76,34 +75,41 @@ class HarborConfig(Section):
     folder."""
     reward_key: str = "reward"
     """Which of the verifier's rewards is used for training; the others are recorded."""
-    harbor_server_url: str | None = None
+    server_url: str | None = None
     """URL of a harbor-server; its token, if it has one, is read from HARBOR_SERVER_TOKEN, or from
     the file that HARBOR_SERVER_TOKEN_FILE names."""
-    harbor_server_urls: tuple[str, ...] = ()
-    """URLs of several harbor-servers with the same token, in place of `harbor_server_url`. A trial
+    server_urls: tuple[str, ...] = ()
+    """URLs of several harbor-servers with the same token, in place of `server_url`. A trial
     goes to the one that has the fewest of this run's trials and answers."""
-    harbor_server_trials: int | None = Field(None, ge=1)
+    server_trials: int | None = Field(None, ge=1)
     """Maximum number of this run's trials at each server at the same time; further trials wait in
-    this process, for at most `harbor_server_timeout`. None: all are sent, and wait in the servers'
+    this process, for at most `server_timeout_s`. None: all are sent, and wait in the servers'
     queues."""
-    harbor_server_timeout: float = Field(1800.0, gt=0)
+    server_timeout_s: float = Field(1800.0, gt=0)
     """Seconds after which a whole run (queue, set-up, agent and verifier) is cancelled."""
     use_local_trial: bool = False
     """Run Harbor in this process (Python 3.12 with the harbor package) instead of on a server."""
 
+    def build(self) -> HarborLauncher:
+        return HarborLauncher(self)
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> Self:
+        if (self.agent_name is None) == (self.agent_import_path is None):
+            raise ValueError("set agent_name, or agent_import_path, and not both")
+        return self
+
 
 class HarborLauncher:
-    """Runs each trial through Harbor. `task_roots` are folders that hold task folders named by
-    `instance_id`, for tasks without a path."""
+    """Runs each trial through Harbor."""
 
-    def __init__(self, settings: HarborConfig, task_roots: Sequence[Path] = ()) -> None:
+    def __init__(self, settings: HarborConfig) -> None:
         """Raises ConfigurationError: neither a server nor local Harbor is configured, or both."""
         self._settings = settings
-        self._task_roots = tuple(task_roots)
         self._open: HarborServers | None = None
         given = {
-            "harbor_server_url": settings.harbor_server_url,
-            "harbor_server_urls": list(settings.harbor_server_urls),
+            "server_url": settings.server_url,
+            "server_urls": list(settings.server_urls),
             "use_local_trial": settings.use_local_trial,
         }
         if sum(map(bool, given.values())) != 1:
@@ -112,17 +118,19 @@ class HarborLauncher:
         if settings.use_local_trial and find_spec("harbor") is None:
             raise ConfigurationError(
                 "use_local_trial: this Python has no harbor package (it needs 3.12); start a "
-                "harbor-server in another environment and set harbor_server_url"
+                "harbor-server in another environment and set server_url"
             )
 
     @property
     def overhead_s(self) -> float:
-        waits = 1 if self._settings.harbor_server_trials is None else 2
-        return self._settings.harbor_server_timeout * waits
+        waits = 1 if self._settings.server_trials is None else 2
+        return self._settings.server_timeout_s * waits
 
     async def run(self, trial: Trial) -> AgentResult:
         started = time.monotonic()
-        task_dir = resolve_task_dir(trial.task, self._task_roots, self._settings.task_path_template)
+        task_dir = resolve_task_dir(
+            trial.task, self._settings.dataset_dirs, self._settings.task_path_template
+        )
         request = self._request(trial, task_dir)
         trial.workspace.mkdir(exist_ok=True)  # empty: the agent works in its sandbox
         try:
@@ -144,7 +152,7 @@ class HarborLauncher:
         if task_dir is None and not data.get("task_name"):
             raise LaunchError(
                 f"task {trial.task.task_id!r}: no Harbor task folder (looked in local_task_path, "
-                f"{len(self._task_roots)} task roots and task_path_template) and no task_name"
+                f"{len(settings.dataset_dirs)} dataset_dirs, task_path_template) and no task_name"
             )
         uploaded = settings.upload_tasks or settings.use_local_trial
         return AgentRunRequest(
@@ -197,7 +205,7 @@ class HarborLauncher:
         )
         try:
             run_id = (await asyncio.shield(submitting)).run_id
-            run = await client.wait(run_id, timeout_s=self._settings.harbor_server_timeout)
+            run = await client.wait(run_id, timeout_s=self._settings.server_timeout_s)
         except BaseException:
             await _end(client, submitting)
             raise
@@ -223,17 +231,17 @@ class HarborLauncher:
                     hidden=[trial.directory.parent],  # all trials of the run
                     on_phase=on_phase,
                 ),
-                self._settings.harbor_server_timeout,
+                self._settings.server_timeout_s,
             )
         except Exception as error:  # a boundary: Harbor, the task's and agent's code
             raise LaunchError(f"harbor: {type(error).__name__}: {error}") from error
 
     def _servers(self) -> HarborServers:
         if self._open is None:
-            one, several = self._settings.harbor_server_url, self._settings.harbor_server_urls
+            one, several = self._settings.server_url, self._settings.server_urls
             urls = several if one is None else (one,)
             self._open = HarborServers(
-                urls, self._settings.harbor_server_trials, self._settings.harbor_server_timeout
+                urls, self._settings.server_trials, self._settings.server_timeout_s
             )
         return self._open
 

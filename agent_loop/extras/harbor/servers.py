@@ -70,7 +70,7 @@ class HarborServers:
         except TimeoutError:
             raise LaunchError(
                 f"harbor: no room at {len(self)} servers after {self._wait_s:.0f} s: raise "
-                "harbor_server_trials or harbor_server_timeout, lower rollout.concurrency, or add "
+                "server_trials or server_timeout_s, lower rollout.concurrency, or add "
                 "servers"
             ) from None
         try:
@@ -95,7 +95,7 @@ class HarborServers:
         raise LaunchError(
             f"harbor: none of {len(self)} servers answers: "
             f"{', '.join(server.url for server in self._servers)}; start them, or correct "
-            "remote_agent.harbor_server_urls"
+            "remote_agent.harbor.server_urls"
         )
 
     async def _changed(self) -> None:

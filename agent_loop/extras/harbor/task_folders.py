@@ -11,14 +11,14 @@ import hashlib
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import orjson
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from agent_loop.errors import TaskFileError
 from agent_loop.records import Task
-from proxy.settings.section import Section
+from agent_loop.task_sources.protocol import TaskFolders
 
 TASK_FILE = "task.toml"
 LOCAL_PATH = "local_task_path"
@@ -26,42 +26,55 @@ _ROW_VERSION = b"1"
 """Part of the cache's hash; to be changed whenever the format of the rows changes."""
 
 
-class HarborDataConfig(Section):
-    """The keys of a run's `data` section for Harbor task folders.
+def _one_or_more(value: Any) -> Any:
+    """One folder, a list of folders, or folders separated as in PATH."""
+    return tuple(filter(None, value.split(":"))) if isinstance(value, str) else value
 
-    Example: HarborDataConfig(train_harbor_dir="tasks/train", harbor_train_limit=100)
-    """
 
-    train_harbor_dir: tuple[Path, ...] = ()
+Folders = Annotated[tuple[Path, ...], BeforeValidator(_one_or_more)]
+
+
+class HarborDataConfig(TaskFolders):
+    """Example: HarborDataConfig(train_dir="tasks/train", train_limit=100)"""
+
+    train_dir: Folders = ()
     """Folders whose immediate subfolders are Harbor tasks to train on."""
-    val_harbor_dir: tuple[Path, ...] = ()
+    val_dir: Folders = ()
     """Folders whose immediate subfolders are held-out Harbor tasks."""
-    harbor_dataset_dirs: tuple[Path, ...] = ()
-    """Additional folders that are searched for a task's folder by its `instance_id`."""
-    harbor_cache_dir: Path | None = None
+    cache_dir: Path | None = None
     """Folder for Parquet copies of the tasks; a copy is used as long as the task folders are
     unchanged. None: read the task folders each time."""
-    harbor_overwrite: bool = False
+    overwrite: bool = False
     """Read the task folders again and replace the Parquet copy."""
-    harbor_data_source: str = ""
-    """Name of the source of Harbor tasks; empty: the folder's name."""
-    harbor_ability: str = "agent"
+    data_source: str = ""
+    """Name of the source of the tasks; empty: the folder's name."""
+    ability: str = "agent"
     """The value of the `ability` column in the tasks' data, as verl's datasets have it."""
-    harbor_train_limit: int | None = Field(None, ge=1)
+    train_limit: int | None = Field(None, ge=1)
     """Number of tasks to use of each training folder, the first by name; None: all."""
-    harbor_val_limit: int | None = Field(None, ge=1)
+    val_limit: int | None = Field(None, ge=1)
     """Number of tasks to use of each held-out folder, the first by name; None: all."""
 
-    @field_validator("train_harbor_dir", "val_harbor_dir", "harbor_dataset_dirs", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        """Accepts one folder, a list of folders, or folders separated as in PATH."""
-        return tuple(filter(None, value.split(":"))) if isinstance(value, str) else value
+    @property
+    def train_folders(self) -> tuple[Path, ...]:
+        return self.train_dir
 
     @property
-    def harbor_roots(self) -> tuple[Path, ...]:
-        """All folders in which a task's folder may be."""
-        return (*self.train_harbor_dir, *self.val_harbor_dir, *self.harbor_dataset_dirs)
+    def val_folders(self) -> tuple[Path, ...]:
+        return self.val_dir
+
+    def train_tasks(self) -> list[Task]:
+        read = (read_harbor_dir(root, self, self.train_limit) for root in self.train_dir)
+        return [task for tasks in read for task in tasks]
+
+    def val_tasks(self) -> list[Task]:
+        read = (read_harbor_dir(root, self, self.val_limit) for root in self.val_dir)
+        return [task for tasks in read for task in tasks]
+
+    def training_as_held_out(self) -> Self:
+        return self.model_copy(
+            update={"val_dir": self.train_dir, "val_limit": self.train_limit, "train_dir": ()}
+        )
 
 
 def read_harbor_dir(root: Path, config: HarborDataConfig, limit: int | None = None) -> list[Task]:
@@ -76,8 +89,8 @@ def read_harbor_dir(root: Path, config: HarborDataConfig, limit: int | None = No
     if not folders:
         raise TaskFileError(f"{root}: no Harbor task in it (no subfolder holds {TASK_FILE})")
     rows = _rows(root, config, folders)
-    source = config.harbor_data_source or root.name
-    shared = {"data_source": source, "ability": config.harbor_ability}
+    source = config.data_source or root.name
+    shared = {"data_source": source, "ability": config.ability}
     return [Task(row["task_id"], {**row, **shared}, source) for row in rows]
 
 
@@ -138,14 +151,14 @@ def _instruction(path: Path) -> str:
 
 
 def _rows(root: Path, config: HarborDataConfig, folders: Sequence[Path]) -> list[dict[str, Any]]:
-    if config.harbor_cache_dir is None:
+    if config.cache_dir is None:
         return list(map(_row, folders))
     # Imported here: only the cache needs it, and it is one of the trainer's packages.
     import pyarrow
     from pyarrow import parquet
 
-    path = config.harbor_cache_dir / f"{root.name}-{_signature(folders)}.parquet"
-    if path.is_file() and not config.harbor_overwrite:
+    path = config.cache_dir / f"{root.name}-{_signature(folders)}.parquet"
+    if path.is_file() and not config.overwrite:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
         return rows
     rows = list(map(_row, folders))

@@ -43,5 +43,5 @@ class HarborTasks(TaskSourceConfig):
             )
         except RegistryError as error:
             raise TaskFileError(f"{name}: {error}") from error
-        tasks = read_harbor_dir(root, HarborDataConfig(harbor_data_source=name))
+        tasks = read_harbor_dir(root, HarborDataConfig(data_source=name))
         return ListedTasks(name, tasks, seed=seed, shuffle=shuffle)

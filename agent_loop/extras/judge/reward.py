@@ -28,7 +28,7 @@ from agent_loop.model_api import chat_completion
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.reward_values import number
 from agent_loop.rewards.grader import answers
-from agent_loop.rewards.protocol import RewardConfig
+from agent_loop.rewards.protocol import JudgeSection
 from proxy.engines.vllm_server import VllmConfig
 from proxy.machine.direct_hosts import proxy_for
 from proxy.records import Turn
@@ -49,7 +49,7 @@ End with one line of the form `Reward: <number>`, from {low:g} (failed) to {high
 _REWARD = re.compile(r"reward\s*[:=]\s*\**\s*([-+]?[\d.]*\d(?:e[-+]?\d+)?)", re.IGNORECASE)
 
 
-class JudgeConfig(RewardConfig):
+class JudgeConfig(JudgeSection):
     """Example: JudgeConfig(base_url="https://…/v1", model="judge", api_key_env="JUDGE_KEY")"""
 
     base_url: str | None = None
@@ -96,6 +96,10 @@ class JudgeConfig(RewardConfig):
         if self.api_key_env is not None and self.base_url is None:
             raise ValueError("api_key_env is the key of base_url; remove it")
         return self
+
+    @property
+    def served(self) -> VllmConfig | None:
+        return self.engine if self.checkpoint is not None else None
 
     def build(self) -> Judge:
         return Judge(self)

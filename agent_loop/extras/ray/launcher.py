@@ -71,6 +71,13 @@ class RayConfig(ProcessSettings, LauncherConfig):
         texts = (*self.argv, *self.env.values())
         return any("{prompt}" in text or "TASK_PROMPT" in text for text in texts)
 
+    @property
+    def warning(self) -> str:
+        return (
+            "warning: remote_agent.ray: agents have no wall on their nodes; they can read what "
+            "Ray's user can read, and can connect to Ray"
+        )
+
     def build(self) -> RayLauncher:
         return RayLauncher(self)
 

@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from aiohttp import web
 from omegaconf import OmegaConf
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 from agent_loop.errors import AgentLoopError
@@ -59,6 +59,21 @@ VERL_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 """Names of verl's sampling parameters that replace the agent's own."""
 
 
+_SAME = (
+    *("agent_name", "agent_import_path", "agent_kwargs", "agent_env", "environment_type"),
+    *("environment_import_path", "environment_kwargs", "environment_overrides", "verifier_kwargs"),
+    *("task_path_template", "upload_tasks", "reward_key", "use_local_trial"),
+)
+RECIPE_NAMES: Mapping[str, str] = {
+    **{name: name for name in _SAME},
+    "harbor_server_url": "server_url",
+    "harbor_server_timeout": "server_timeout_s",
+    "harbor_dataset_dirs": "dataset_dirs",
+    "task_roots": "dataset_dirs",
+}
+"""Key of verl's recipe → key of the section `harbor`."""
+
+
 class VerlConfig(RemoteAgentConfig, RecordingConfig):
     """The section `remote_agent` of verl's configuration: the keys of the same section of this
     project's trainer, and the keys that the plug-in needs of its other sections. The key names of
@@ -66,12 +81,22 @@ class VerlConfig(RemoteAgentConfig, RecordingConfig):
 
     trials_dir: Path
     """Folder for the trials' directories and the proxy's store."""
-    task_roots: tuple[Path, ...] = ()
-    """Folders that hold Harbor task folders."""
     llm_proxy_ip: str | None = None
     """Address at which agents reach this machine; None: agents run on this machine."""
     rules: Rules = Field(default_factory=list)
     """Search rules of the recording proxy, which may end a trial or make its reward 0."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe_names(cls, values: Any) -> Any:
+        """verl's recipe has the keys of Harbor's agents beside the others."""
+        if not isinstance(values, Mapping):
+            return values
+        harbor = {RECIPE_NAMES[key]: value for key, value in values.items() if key in RECIPE_NAMES}
+        others = {key: value for key, value in values.items() if key not in RECIPE_NAMES}
+        if not harbor:
+            return others
+        return {**others, "harbor": {**others.get("harbor", {}), **harbor}}
 
 
 class VerlSampling(SamplingConfig):
@@ -94,7 +119,7 @@ class Recorder:
         self._model = model
         self._starting: asyncio.Task[ProxyClient] | None = None
         self._runner: web.AppRunner | None = None
-        self.launcher = config.build_launcher(config.task_roots)
+        self.launcher = config.build_launcher()
         self.rewards = config.build_rewards()
 
     async def proxy(self) -> ProxyClient:

@@ -29,7 +29,7 @@ async def launch(
     tmp_path: Path, trial: Trial, trials: ScriptedTrials, **settings: object
 ) -> AgentResult:
     async with serving(tmp_path, trials) as url:
-        given = {"agent_name": "terminus-2", "harbor_server_url": url, **settings}
+        given = {"agent_name": "terminus-2", "server_url": url, **settings}
         launcher = HarborLauncher(HarborConfig.model_validate(given))
         try:
             return await launcher.run(trial)
@@ -118,7 +118,7 @@ async def test_run_whose_log_cannot_be_read_keeps_its_reward(tmp_path: Path, tri
 async def test_cancelled_trial_ends_its_run(tmp_path: Path, trial: Trial) -> None:
     trials = ScriptedTrials()
     async with serving(tmp_path, trials) as url:
-        launcher = HarborLauncher(HarborConfig(agent_name="waits", harbor_server_url=url))
+        launcher = HarborLauncher(HarborConfig(agent_name="waits", server_url=url))
         running = asyncio.create_task(launcher.run(trial))
         await trials.began.wait()
         running.cancel()
@@ -132,7 +132,7 @@ async def test_cancelled_trial_ends_its_run(tmp_path: Path, trial: Trial) -> Non
 async def test_run_is_ended_after_harbor_server_timeout(tmp_path: Path, trial: Trial) -> None:
     trials = ScriptedTrials()
     with pytest.raises(LaunchError, match=r"has not ended after 0\.3 s"):
-        await launch(tmp_path, trial, trials, agent_name="waits", harbor_server_timeout=0.3)
+        await launch(tmp_path, trial, trials, agent_name="waits", server_timeout_s=0.3)
     assert trials.ended_by_cancel == trials.started
 
 
@@ -143,7 +143,7 @@ async def test_task_without_a_folder_or_name_is_refused_with_its_id(
         await launch(tmp_path, make_trial(), ScriptedTrials())
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_local_trial": True, "harbor_server_url": "u"}])
+@pytest.mark.parametrize("settings", [{}, {"use_local_trial": True, "server_url": "u"}])
 def test_configuring_neither_or_both_of_server_and_local_harbor_is_refused(
     settings: dict[str, object],
 ) -> None:
@@ -153,7 +153,7 @@ def test_configuring_neither_or_both_of_server_and_local_harbor_is_refused(
 
 def test_local_trial_without_the_harbor_package_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigurationError, match="in another environment"):
-        HarborLauncher(HarborConfig(use_local_trial=True))
+        HarborLauncher(HarborConfig(agent_name="oracle", use_local_trial=True))
 
 
 async def test_environment_agent_and_verifier_settings_reach_the_server(
@@ -202,7 +202,7 @@ async def test_without_upload_the_server_is_given_the_path_of_the_task(
     trials = ScriptedTrials()
     settings = HarborConfig(agent_name="terminus-2", upload_tasks=False)
     async with serving(tmp_path, trials, task_roots=[tmp_path / "tasks"]) as url:
-        launcher = HarborLauncher(settings.model_copy(update={"harbor_server_url": url}))
+        launcher = HarborLauncher(settings.model_copy(update={"server_url": url}))
         await launcher.run(trial)
         await launcher.close()
     assert trials.requests[0].task_path == trial.task.data["local_task_path"]

@@ -50,7 +50,7 @@ async def two_servers(
 
 
 def launcher_on(urls: list[str], **settings: object) -> HarborLauncher:
-    given = {"agent_name": "waits", "harbor_server_urls": urls, **settings}
+    given = {"agent_name": "waits", "server_urls": urls, **settings}
     return HarborLauncher(HarborConfig.model_validate(given))
 
 
@@ -84,7 +84,7 @@ async def test_trial_goes_to_the_server_with_the_fewest_trials(
 async def test_further_trials_wait_for_a_server_with_room(tmp_path: Path, trial: Trials) -> None:
     servers = [ScriptedTrials(), ScriptedTrials()]
     async with two_servers(tmp_path, servers) as urls:
-        launcher = launcher_on(urls, harbor_server_trials=1)
+        launcher = launcher_on(urls, server_trials=1)
         running = [asyncio.create_task(launcher.run(trial(f"t{n}"))) for n in range(5)]
         await begun(servers, 2)
         servers[1].gate.set()
@@ -99,7 +99,7 @@ async def test_further_trials_wait_for_a_server_with_room(tmp_path: Path, trial:
 async def test_trial_waits_for_room_for_a_bounded_time() -> None:
     servers = HarborServers(["http://127.0.0.1:1"], trials_each=1, wait_s=0.1)
     async with servers.place():
-        with pytest.raises(LaunchError, match=r"no room at 1 servers.*raise harbor_server_trials"):
+        with pytest.raises(LaunchError, match=r"no room at 1 servers.*raise server_trials"):
             await servers.place().__aenter__()
     await servers.close()
 
@@ -177,5 +177,5 @@ async def test_trial_fails_with_all_addresses_if_no_server_answers(trial: Trials
 
 
 def test_one_server_and_several_are_refused_together() -> None:
-    with pytest.raises(ConfigurationError, match=r"harbor_server_urls=\['http://b'\]"):
-        HarborLauncher(HarborConfig(harbor_server_url="http://a", harbor_server_urls=("http://b",)))
+    with pytest.raises(ConfigurationError, match=r"server_urls=\['http://b'\]"):
+        HarborLauncher(HarborConfig(server_url="http://a", server_urls=("http://b",)))

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_loop.extras.harbor.launcher import HarborConfig
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.settings.sources import SUCCESSORS, SUCCESSORS_BY_LAST_NAME, dump, keys_of, load
@@ -290,8 +291,8 @@ def test_harbor_can_be_configured_by_the_names_of_verls_recipe(tmp_path: Path) -
         yaml.safe_dump(
             {
                 "model": {"path": "m"},
-                "data": {"train_harbor_dir": "tasks/train"},
-                "remote_agent": {"agent_name": "terminus-2"},
+                "data": {"harbor": {"train_dir": "tasks/train"}},
+                "remote_agent": {"harbor": {"agent_name": "terminus-2"}},
             }
         )
     )
@@ -301,20 +302,34 @@ def test_harbor_can_be_configured_by_the_names_of_verls_recipe(tmp_path: Path) -
         "REMOTE_AGENT_KWARGS": '{"max_turns": 3}',
         "REMOTE_AGENT_NAME": "codex",
     }
-    config = load([path], ["remote_agent.agent_name=mini-swe-agent"], environment)
-    assert config.remote_agent.agent_name == "mini-swe-agent"
-    assert config.remote_agent.harbor_server_url == "http://h:8090"
-    assert config.remote_agent.agent_kwargs == {"max_turns": 3}
-    in_yaml = load([path], ["data.harbor_dataset_dirs=[a, b]"])
-    assert in_yaml.data.harbor_roots == config.data.harbor_roots
-    assert config.data.harbor_roots == (Path("tasks/train"), Path("a"), Path("b"))
+    config = load([path], ["remote_agent.harbor.agent_name=mini-swe-agent"], environment)
+    harbor = config.remote_agent.harbor
+    assert isinstance(harbor, HarborConfig)
+    assert harbor.agent_name == "mini-swe-agent"
+    assert harbor.server_url == "http://h:8090"
+    assert harbor.agent_kwargs == {"max_turns": 3}
+    in_yaml = load([path], ["remote_agent.harbor.dataset_dirs=[a, b]"]).remote_agent.harbor
+    assert isinstance(in_yaml, HarborConfig)
+    assert in_yaml.dataset_dirs == harbor.dataset_dirs == (Path("a"), Path("b"))
+    assert config.data.private_files == (Path("tasks/train"),)
+
+
+def test_flat_keys_of_verls_recipe_are_told_their_section(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    flat = {"agent_name": "codex", "harbor_server_url": "http://h:8090"}
+    data = {"train_harbor_dir": "tasks/train"}
+    path.write_text(yaml.safe_dump({"model": {"path": "m"}, "remote_agent": flat, "data": data}))
+    text = error_of(path)
+    for key in ("remote_agent.harbor.agent_name", "remote_agent.harbor.server_url"):
+        assert f"here it is {key}" in text
+    assert "here it is data.harbor.train_dir" in text
 
 
 def test_command_and_a_harbor_agent_together_are_refused(tmp_path: Path) -> None:
-    agent = {"command": {"argv": ["true"]}, "agent_name": "codex"}
+    agent = {"command": {"argv": ["true"]}, "harbor": {"agent_name": "codex"}}
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"model": {"path": "m"}, "remote_agent": agent}))
-    assert "several agents: remote_agent.command, remote_agent.agent_name" in error_of(path)
+    assert "several agents: remote_agent.command, remote_agent.harbor" in error_of(path)
 
 
 def test_groups_of_one_are_refused_if_the_baseline_is_the_groups_own(file: Path) -> None:

@@ -16,13 +16,12 @@ from trainer.extras.report.trials import SeenTrials
 
 SIGNIFICANT = 0.05
 AGENT_KEYS = (
-    *("remote_agent.agent_name", "remote_agent.agent_import_path", "remote_agent.command.argv"),
+    *("remote_agent.harbor.agent_name", "remote_agent.harbor.agent_import_path"),
+    "remote_agent.command.argv",
     *("remote_agent.python.target", "remote_agent.http.url", "remote_agent.openenv.url"),
     "remote_agent.launcher.target",
 )
-TASK_KEYS = (
-    *("data.train_files", "data.train_harbor_dir", "data.harbor_dataset_dirs", "sft.sessions"),
-)
+TASK_KEYS = (*("data.train_files", "data.harbor.train_dir", "sft.sessions"),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ import pytest
 from agent_loop.errors import TaskFileError
 from agent_loop.extras.environments.openenv import OpenEnvConfig
 from agent_loop.extras.environments.openenv_agent import ActionError, action_of
-from agent_loop.extras.environments.own_tasks import with_own_tasks
 from agent_loop.extras.environments.verifiers import VerifiersConfig
 from agent_loop.launchers.agent_process import ProcessSettings
 from agent_loop.remote_agent_config import RemoteAgentConfig
-from agent_loop.tasks import DataConfig, held_out_tasks, training_tasks
+from agent_loop.tasks import DataConfig, held_out_tasks, training_tasks, with_own_tasks
 from proxy.errors import ConfigurationError
 
 
@@ -46,7 +45,7 @@ def agent(python: Path, **more: Any) -> RemoteAgentConfig:
 def test_environment_of_verifiers_brings_its_tasks(python: Path, tmp_path: Path) -> None:
     settings = {"taskset": {"difficulty": 2}, "timeout": {"episode": 60}}
     section = agent(python, held_out=2, settings=settings, path=[str(tmp_path / "mine")])
-    data = with_own_tasks(DataConfig(shuffle=False), section)
+    data = with_own_tasks(DataConfig(shuffle=False), section.agent)
     assert [task.task_id for task in held_out_tasks(data)] == ["t0", "t1"]
     tasks = training_tasks(data)
     drawn = [tasks.draw() for _ in range(4)]
@@ -74,7 +73,7 @@ def test_listing_that_was_killed_gives_no_part_of_the_tasks(python: Path) -> Non
     with python.open("a") as program:
         program.write("kill -KILL $$\n")  # as the system does when memory runs out
     with pytest.raises(TaskFileError, match=r"cannot list its tasks with .*: exit code -9"):
-        training_tasks(with_own_tasks(DataConfig(), agent(python)))
+        training_tasks(with_own_tasks(DataConfig(), agent(python).agent))
 
 
 def test_environment_that_cannot_list_its_tasks_is_refused_with_its_last_line(
@@ -84,7 +83,7 @@ def test_environment_that_cannot_list_its_tasks_is_refused_with_its_last_line(
     program.write_text("#!/bin/sh\necho Traceback >&2\necho 'ImportError: no sums' >&2\nexit 1\n")
     program.chmod(0o755)
     with pytest.raises(TaskFileError, match=r"cannot list its tasks with .*: ImportError: no sums"):
-        training_tasks(with_own_tasks(DataConfig(), agent(program)))
+        training_tasks(with_own_tasks(DataConfig(), agent(program).agent))
 
 
 def test_python_of_verifiers_must_exist(tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ async def test_process_settings_of_verifiers_are_those_of_a_command(python: Path
 def test_openenv_brings_resets_with_seeds() -> None:
     server = {"url": "http://127.0.0.1:8000", "seeds": 3, "held_out": 2, "max_steps": 5}
     section = RemoteAgentConfig.model_validate({"openenv": server | {"instructions": "{schema}"}})
-    data = with_own_tasks(DataConfig(shuffle=False), section)
+    data = with_own_tasks(DataConfig(shuffle=False), section.agent)
     assert [task.data for task in held_out_tasks(data)] == [
         {"reset": {"seed": 0}},
         {"reset": {"seed": 1}},
@@ -134,10 +133,10 @@ def test_episodes_of_openenv_have_the_process_settings_of_a_command() -> None:
 def test_tasks_of_the_configuration_come_first(tmp_path: Path) -> None:
     data = DataConfig.model_validate({"train_sources": {"a": {"resets": {"first": 4, "seeds": 1}}}})
     server = RemoteAgentConfig.model_validate({"openenv": {"url": "http://127.0.0.1:8000"}})
-    assert with_own_tasks(data, server) is data
+    assert with_own_tasks(data, server.agent) is data
     assert training_tasks(data).draw().data == {"reset": {"seed": 4}}
     command = RemoteAgentConfig.model_validate({"command": {"argv": ["true"]}})
-    assert with_own_tasks(DataConfig(), command) == DataConfig()
+    assert with_own_tasks(DataConfig(), command.agent) == DataConfig()
 
 
 @pytest.mark.parametrize(

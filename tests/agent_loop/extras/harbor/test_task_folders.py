@@ -19,7 +19,7 @@ def test_single_and_multi_step_folders_become_tasks(tmp_path: Path) -> None:
     write_task(tmp_path / "set", "b-many", steps=("first", "second"))
     write_task(tmp_path / "set", "a-one")
     (tmp_path / "set" / "notes").mkdir()
-    one, many = read_harbor_dir(tmp_path / "set", HarborDataConfig(harbor_ability="files"))
+    one, many = read_harbor_dir(tmp_path / "set", HarborDataConfig(ability="files"))
     assert (one.task_id, one.source) == ("a-one", "set")
     assert one.data["instruction"] == "Write hello-a-one into answer.txt.\n"
     assert one.data["ability"] == "files"
@@ -37,7 +37,7 @@ def test_limit_takes_the_first_by_name(tmp_path: Path) -> None:
 
 def test_cache_is_used_for_unchanged_tasks_and_never_for_changed_ones(tmp_path: Path) -> None:
     task = write_task(tmp_path / "set", "a")
-    folder, config = tmp_path / "set", HarborDataConfig(harbor_cache_dir=tmp_path / "cache")
+    folder, config = tmp_path / "set", HarborDataConfig(cache_dir=tmp_path / "cache")
     first = read_harbor_dir(folder, config)
     (cached,) = (tmp_path / "cache").iterdir()
     stamp = cached.stat().st_mtime_ns
@@ -95,11 +95,11 @@ def test_task_folder_is_found_by_its_own_path_then_the_roots_then_the_template(
 def test_overwrite_writes_the_cache_again(tmp_path: Path) -> None:
     write_task(tmp_path / "set", "a")
     cache = tmp_path / "cache"
-    config = HarborDataConfig(harbor_cache_dir=cache)
+    config = HarborDataConfig(cache_dir=cache)
     read_harbor_dir(tmp_path / "set", config)
     (cached,) = cache.iterdir()
     cached.write_bytes(b"spoilt")
-    again = config.model_copy(update={"harbor_overwrite": True})
+    again = config.model_copy(update={"overwrite": True})
     assert [task.task_id for task in read_harbor_dir(tmp_path / "set", again)] == ["a"]
     assert [task.task_id for task in read_harbor_dir(tmp_path / "set", config)] == ["a"]
 
@@ -108,14 +108,14 @@ def test_limits_and_the_source_of_training_and_held_out_tasks(tmp_path: Path) ->
     for name in ("a", "b", "c"):
         write_task(tmp_path / "train", name)
         write_task(tmp_path / "val", f"v-{name}")
-    data = DataConfig(
-        train_harbor_dir=(tmp_path / "train",),
-        val_harbor_dir=(tmp_path / "val",),
-        harbor_train_limit=2,
-        harbor_val_limit=1,
-        harbor_data_source="shell",
-        shuffle=False,
+    folders = HarborDataConfig(
+        train_dir=(tmp_path / "train",),
+        val_dir=(tmp_path / "val",),
+        train_limit=2,
+        val_limit=1,
+        data_source="shell",
     )
+    data = DataConfig(harbor=folders, shuffle=False)
     stream = training_tasks(data)
     drawn = [stream.draw() for _ in range(4)]
     assert [task.task_id for task in drawn] == ["a", "b", "a", "b"]

@@ -85,7 +85,7 @@ class Place:
                 HarborConfig(
                     agent_name="terminus-2",
                     agent_kwargs={"record_terminal_session": False},
-                    harbor_server_url=self.harbor_url,
+                    server_url=self.harbor_url,
                 )
             )
         command = example(agent)
