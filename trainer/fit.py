@@ -28,9 +28,9 @@ from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import RankZero, Save
 from trainer.errors import CheckpointError, TrainingError
 from trainer.extras.mirror import CheckpointUploads
-from trainer.extras.policies.metrics import of_policies, share_metrics
 from trainer.learning.learner import Learner, RunState
 from trainer.learning.policies import Learners
+from trainer.learning.policy_metrics import of_policies, share_metrics
 from trainer.ranks_config import TrainerSection
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.log import RunLog

@@ -19,8 +19,8 @@ import torch
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.correction import Correction
 from trainer.batch import Batch
-from trainer.learning.learner import update_policy
 from trainer.learning.models import Models
+from trainer.learning.steps import update_policy
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy

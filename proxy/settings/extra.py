@@ -17,6 +17,14 @@ from proxy.settings.plugins import load_plugin
 from proxy.settings.section import Section
 
 
+def extra(path: str) -> Any:
+    """The object of an extra at `module:name`, whose module is imported now.
+
+    Example: write: Callable[[RunFolder], Report] = extra("trainer.extras.report:write_report")
+    """
+    return load_plugin("extra", path, {})
+
+
 @dataclass(frozen=True)
 class Extra:
     """The section of an extra, as the annotation of the field that names it.
@@ -33,7 +41,7 @@ class Extra:
     @property
     def section(self) -> type[Section]:
         """The class of the section, which is imported now."""
-        found: type[Section] = load_plugin("extra", self.path, {})
+        found: type[Section] = extra(self.path)
         return found
 
     def parse(self, value: Any) -> Section | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.algorithms import AlgorithmConfig
 from trainer.errors import WeightSyncError
-from trainer.learning import learner as steps
+from trainer.learning import steps
 from trainer.learning.models import Models, build_models, follow
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig

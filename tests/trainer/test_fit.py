@@ -40,7 +40,7 @@ from trainer.cluster.ranks import models_of_rank
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError, TrainingError
 from trainer.fit import Evaluates, Fit, TrainOn
-from trainer.learning import learner as steps
+from trainer.learning import steps
 from trainer.learning.learner import Learner
 from trainer.learning.models import Models
 from trainer.learning.policies import Learners

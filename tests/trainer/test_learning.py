@@ -18,7 +18,7 @@ from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.presets import PRESETS
 from trainer.batch import build_batch
-from trainer.learning import learner as steps
+from trainer.learning import steps
 from trainer.learning.models import Models, build_models
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch

@@ -169,3 +169,9 @@ def _links(trials: Sequence[str]) -> list[Link]:
     from opentelemetry.trace import Link
 
     return [Link(trial_context(trial)) for trial in trials[:MAX_LINKS]]
+
+
+def run_telemetry(endpoint: str, name: str, resolved: Mapping[str, Any]) -> RunTelemetry:
+    """Sends a run to the collector at `endpoint`. `name` and `resolved` are those of the run's
+    folder and configuration."""
+    return RunTelemetry(Telemetry(endpoint, "agentic-train", run_attributes(name, resolved)))

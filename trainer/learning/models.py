@@ -4,7 +4,7 @@
 a critic, a reference and a teacher. Rank 0 leads: `Models.together(step)` sends the step to the
 other ranks, which `follow`, and executes it, too; `Models.deal(steps)` sends each rank its own
 step. A step is a small frozen dataclass, and its method `on` is its only handler. The steps that
-compute a batch are in `trainer.learning.learner`.
+compute a batch are in `trainer.learning.steps`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from proxy.settings.extra import extra
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch, BatchPart
 from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError
-from trainer.extras.automodel.policy import AutomodelPolicy
 from trainer.learning.teacher import EngineTeacher, check_engine_tokens, have_same_tokens
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.adapter import RandomAdapter, adapter_config, save_adapter
@@ -76,7 +76,7 @@ class AdaptersOff:
 class Models:
     """Example:
     models = build_models(ModelConfig(path=…), OptimizerConfig(), AlgorithmConfig(preset="ppo"))
-    scores = compute_logprobs(models, batch, temperature=1.0)  # of `trainer.learning.learner`
+    scores = compute_logprobs(models, batch, temperature=1.0)  # of `trainer.learning.steps`
     """
 
     policy: TrainablePolicy
@@ -307,9 +307,10 @@ def _policy(
     weights_of: TrainablePolicy | None = None,
 ) -> TrainablePolicy:
     if ranks.parallelism.divides_model:
-        return AutomodelPolicy(
+        divided: TrainablePolicy = extra("trainer.extras.automodel.policy:AutomodelPolicy")(
             model, optimizer, device=device, ranks=ranks, total_steps=total_steps
         )
+        return divided
     return Policy(
         model,
         optimizer,

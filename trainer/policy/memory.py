@@ -22,11 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from trainer.extras.hybrids.delta_memory import KernelShapes
-from trainer.extras.hybrids.delta_rule import fork_states, has_delta_layers, has_fla
+from proxy.settings.extra import extra
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
 from trainer.policy.context_parallel import ContextRanks
+from trainer.policy.delta_layers import has_delta_layers, has_fla
 from trainer.policy.model import DTYPES, ModelConfig
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
@@ -243,7 +243,7 @@ def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> _Saved:
     if _has_experts(settings):  # torch knows the shapes of grouped products in bfloat16 only
         scale, dtype, stored = dtype.itemsize // 2, torch.bfloat16, torch.bfloat16
     kept: dict[int, Tensor] = {}
-    kernel = KernelShapes()
+    kernel: Any = None
     bounds: list[int] = []
     """How many tensors were kept before and after each layer."""
 
@@ -257,8 +257,9 @@ def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> _Saved:
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         network = AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=stored)
         use_packed_rows(network)
-        if has_fla():
-            fork_states(network, kernel)
+        if has_fla() and has_delta_layers(network):
+            kernel = extra("trainer.extras.hybrids.delta_memory:KernelShapes")()
+            extra("trainer.extras.hybrids.delta_rule:fork_states")(network, kernel)
         if model.checkpoints:
             network.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in network.get_decoder().layers:
@@ -275,7 +276,7 @@ def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> _Saved:
     layers = [
         sum(sizes[before:after]) for before, after in zip(bounds[::2], bounds[1::2], strict=True)
     ]
-    return _Saved(sum(sizes), max(layers), scale * kernel.extra)
+    return _Saved(sum(sizes), max(layers), scale * (0 if kernel is None else kernel.extra))
 
 
 def _has_experts(settings: Any) -> bool:

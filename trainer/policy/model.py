@@ -20,9 +20,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from proxy.policies import POLICY_NAME
+from proxy.settings.extra import extra
 from trainer.errors import ConfigError
-from trainer.extras.experts.router_balance import check_balance
-from trainer.extras.experts.router_replay import check_replay, replay_routing
 from trainer.policy.adapter import EarlyAdapters, check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
 from trainer.policy.checkpoint_type import ComputeDtype, checkpoint_type
@@ -153,9 +152,9 @@ def load_model(
     prove(settings, config.path)
     replays = config.router_replay == "replay" and trainable
     if replays:
-        check_replay(settings, config.path)
+        extra("trainer.extras.experts.router_replay:check_replay")(settings, config.path)
     if config.router_aux_loss and trainable:
-        check_balance(settings, config.path)
+        extra("trainer.extras.experts.router_balance:check_balance")(settings, config.path)
     lora = config.lora if trainable else None
     adapters = None if place is None or lora is None else EarlyAdapters(partial(_add_lora, lora))
 
@@ -181,7 +180,7 @@ def load_model(
     use_packed_rows(model)
     use_wide_products(model)
     if replays:
-        replay_routing(model)
+        extra("trainer.extras.experts.router_replay:replay_routing")(model)
     if config.checkpoints and trainable:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if lora is not None:

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from proxy.settings.extra import extra
 from trainer.algorithms.token_loss import LossFunction, Metrics
 from trainer.batch import Batch, BatchPart, RowPlan, part_in_micro_batches
 from trainer.errors import TrainingError
-from trainer.extras.experts.router_balance import RouterBalance
-from trainer.extras.experts.router_replay import check_rows
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, divide, lay_out
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
@@ -37,7 +36,7 @@ from trainer.policy.model import (
     vocabulary,
 )
 from trainer.policy.parallel import Ranks
-from trainer.policy.scorer import CausalScorer, Scored
+from trainer.policy.scorer import BalanceLoss, CausalScorer, Scored
 from trainer.policy.scores import Scores
 from trainer.policy.trainable import TrainablePolicy, summed
 
@@ -79,7 +78,9 @@ class Policy:
             share_frozen_weights(self.model, weights_of.model)
         if self.ranks.mesh is None:  # else each layer is moved when it is sharded
             self.model = self.model.to(self.device)
-        balance = RouterBalance.of(self.model) if optimizer and config.router_aux_loss else None
+        balance: BalanceLoss | None = None
+        if optimizer and config.router_aux_loss:
+            balance = extra("trainer.extras.experts.router_balance:RouterBalance.of")(self.model)
         offload = config.activation_offload and optimizer is not None
         dtype = DTYPES[config.compute_dtype]
         self.scorer = CausalScorer(self.model, dtype, balance=balance, offload=offload)
@@ -99,7 +100,7 @@ class Policy:
         Raises TrainingError as `parts`, which has checked a rank's own part of a batch.
         """
         if self.replays and not batch.micro_batches:
-            check_rows(self.model, batch)
+            extra("trainer.extras.experts.router_replay:check_rows")(self.model, batch)
         return pack_for(self.model, self.config, batch, sequences)
 
     def parts(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[BatchPart]:
@@ -109,7 +110,7 @@ class Policy:
         experts of another model.
         """
         if self.replays:
-            check_rows(self.model, batch)
+            extra("trainer.extras.experts.router_replay:check_rows")(self.model, batch)
         return parts_for(self.model, self.config, self.ranks, batch, sequences)
 
     @property

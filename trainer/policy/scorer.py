@@ -8,6 +8,7 @@ Shapes: `T` tokens of a micro-batch, `M` of them predicted, `D` hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import AttentionInterface
 
-from trainer.extras.experts.router_balance import RouterBalance
-from trainer.extras.experts.router_replay import ARGUMENT
-from trainer.extras.hybrids.delta_rule import fork_states
+from proxy.settings.extra import extra
 from trainer.packing import MicroBatch
 from trainer.policy.attention import packed_attention
 from trainer.policy.context_parallel import of_part, of_whole
+from trainer.policy.delta_layers import has_delta_layers
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
 
+BalanceLoss = Callable[[Any, MicroBatch], Tensor]
+"""The output of a decoder → the auxiliary loss of its routers, a scalar."""
+EXPERTS_ARGUMENT = "routed_experts"
+"""The argument of a decoder that replays its routing: the experts that the engine chose."""
 ATTENTION = "packed_paths"
 """The name under which packed attention is registered with transformers."""
 
@@ -32,7 +36,8 @@ def use_packed_rows(model: Any) -> None:
     """Makes the layers of a Hugging Face model compute packed rows and trees."""
     AttentionInterface.register(ATTENTION, packed_attention)
     model.set_attn_implementation(ATTENTION)
-    fork_states(model)
+    if has_delta_layers(model):
+        extra("trainer.extras.hybrids.delta_rule:fork_states")(model)
 
 
 class Scored(NamedTuple):
@@ -58,7 +63,7 @@ class CausalScorer(nn.Module):
         model: Any,
         compute_dtype: torch.dtype,
         *,
-        balance: RouterBalance | None = None,
+        balance: BalanceLoss | None = None,
         offload: bool = False,
     ) -> None:
         super().__init__()
@@ -73,7 +78,7 @@ class CausalScorer(nn.Module):
         """The scores of the tokens `ids` `[M]` as the targets of the micro-batch, or of a part of
         it, whose other parts are computed by other ranks at the same time."""
         balance = self.balance if self.training else None
-        replayed = {} if micro.experts is None else {ARGUMENT: micro.experts}
+        replayed = {} if micro.experts is None else {EXPERTS_ARGUMENT: micro.experts}
         decoder = self.model.get_decoder()
         with kept_on_host(micro.ids.device) if self.offload else nullcontext():
             output = _decode(decoder, micro, self.compute_dtype, **replayed)

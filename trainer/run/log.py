@@ -12,20 +12,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
 from agent_loop.evaluator import EvalReport, bootstrap_interval, is_judged
 from agent_loop.producers.protocol import Producer, ReportsProduction
 from agent_loop.records import Group, Rollout
-from proxy.extras.telemetry.spans import Telemetry, TelemetryConfig
+from proxy.extras.telemetry.spans import TelemetryConfig
 from proxy.machine.logs import LogLevel
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import remove_steps_after
 from proxy.secrecy import without_secrets
+from proxy.settings.extra import extra
 from proxy.settings.section import Section
-from trainer.extras.telemetry import RunTelemetry, run_attributes
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import (
     JsonlSink,
@@ -38,7 +38,7 @@ from trainer.run.metrics import (
 )
 from trainer.run.now import NowFile
 from trainer.run.own_metrics import OwnMetrics, own_metrics
-from trainer.run.phases import PhaseLog
+from trainer.run.phases import EndedPhase, PhaseLog
 from trainer.run.progress import Progress
 from trainer.run.token_log import TokenColumns, TokenLog
 
@@ -78,6 +78,20 @@ WARNINGS = 50
 WARNING_CHARS = 500
 
 
+class SeesRun(Protocol):
+    """What gets the same as a `RunLog`. Implementation: the extra `telemetry`."""
+
+    def phase(self, ended: EndedPhase) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None: ...
+
+    def trial_ended(self, rollout: Rollout) -> None: ...
+
+    def metrics(self, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RunLog:
     """Example:
     log = RunLog(config.logging, folder, steps=100)
@@ -110,11 +124,10 @@ class RunLog:
         self.summary.setdefault("warnings", {})
         sinks = _sinks(config, folder, saved_step + 1, tracked, dict(resolved))
         self._trials = folder.trials_log.open("a", buffering=1, encoding="utf-8")
-        self._telemetry: RunTelemetry | None = None
+        self._telemetry: SeesRun | None = None
         if telemetry is not None and telemetry.endpoint is not None:
-            about = run_attributes(folder.path.name, resolved)
-            sends = Telemetry(telemetry.endpoint, "agentic-train", about)
-            self._telemetry = RunTelemetry(sends)
+            sending = extra("trainer.extras.telemetry:run_telemetry")
+            self._telemetry = sending(telemetry.endpoint, folder.path.name, resolved)
         ended = (lambda _: None) if self._telemetry is None else self._telemetry.phase
         self._phases = PhaseLog(folder.phases, ended)
         self._now = NowFile(folder.now)

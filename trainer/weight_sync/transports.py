@@ -30,8 +30,9 @@ from urllib.parse import urlsplit
 
 import torch
 
+from proxy.settings.extra import extra
 from trainer.errors import WeightSyncError
-from trainer.extras.gloo.group import address_towards
+from trainer.weight_sync.address import address_towards
 from trainer.weight_sync.control import HEALTH_INTERVAL_S, EngineControl
 from trainer.weight_sync.nccl_abort import abort
 from trainer.weight_sync.segment import Named, SegmentWriter, Written
@@ -281,9 +282,7 @@ def _trainer_init_info(control: EngineControl, backend: Literal["nccl", "gloo"])
     address = address_towards(parts.hostname or "", parts.port or 80)
     world_size = 1 + sum(control.world_sizes())
     if backend == "gloo":
-        from trainer.extras.gloo.trainer import GlooTrainerInit
-
-        return GlooTrainerInit(address, 0, world_size, rank=0)
+        return extra("trainer.extras.gloo.trainer:GlooTrainerInit")(address, 0, world_size, rank=0)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     with socket.socket() as probe:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 
-from trainer.extras.experts import cpu_routed_experts
+from proxy.settings.extra import extra
 from trainer.weight_sync import cpu_without_images, vllm_responses
 
 
@@ -20,7 +20,7 @@ def register() -> None:
     register_backends()
     vllm_responses.install()
     vllm_dtypes.install()
-    cpu_routed_experts.install()
+    extra("trainer.extras.experts.cpu_routed_experts:install")()
     cpu_without_images.install()
 
 

@@ -15,7 +15,7 @@ from proxy.records import Reward
 from tests.agent_loop.recorded import turn
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import build_batch
-from trainer.extras.policies.parts import parts_of
+from trainer.learning.policy_parts import parts_of
 
 TASK = Task("t", {})
 COMPARING = ["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "opo", "gpg"]

@@ -15,7 +15,7 @@ from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
 from trainer.errors import ConfigError
-from trainer.learning import learner as steps
+from trainer.learning import steps
 from trainer.learning.models import AdaptersOff, Models, build_models
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import LoraSettings, ModelConfig

@@ -146,8 +146,8 @@ def test_k2_on_sampled_tokens_has_the_gradient_of_the_reverse_kl() -> None:
 
 def test_only_the_teacher_is_learnt_from(tiny_model: Path, batch: Batch) -> None:
     """With advantage none, a policy that is its own teacher does not move."""
-    from trainer.learning.learner import update_policy
     from trainer.learning.models import build_models
+    from trainer.learning.steps import update_policy
 
     algorithm = distillation(teacher=tiny_model)
     models: Models = build_models(ModelConfig(path=tiny_model), OptimizerConfig(lr=0.1), algorithm)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
-from trainer.learning import learner as steps
+from trainer.learning import steps
 from trainer.learning.models import Finish, Models, build_models, follow
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import LoraSettings, ModelConfig

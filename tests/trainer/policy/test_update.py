@@ -19,8 +19,8 @@ from trainer.algorithms.presets import PRESETS
 from trainer.algorithms.token_loss import LossFunction, Metrics, TokenLoss
 from trainer.batch import Batch, build_batch
 from trainer.errors import TrainingError
-from trainer.learning.learner import update_policy
 from trainer.learning.models import Models
+from trainer.learning.steps import update_policy
 from trainer.policy.policy import Policy
 
 

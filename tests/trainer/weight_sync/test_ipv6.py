@@ -10,12 +10,12 @@ import pytest
 from proxy.engines.vllm_nodes import interface_of, node_environment
 from proxy.machine.port import loopback
 from tests.namespaces import ip, may_be_refused
-from trainer.extras.gloo.group import address_towards
+from trainer.weight_sync.address import address_towards
 
 PROGRAM = """
 from proxy.engines.vllm_nodes import interface_of
 from proxy.machine.port import free_port, loopback
-from trainer.extras.gloo.group import address_towards
+from trainer.weight_sync.address import address_towards
 print(loopback(), free_port(loopback()) > 0, address_towards("::1", 9), interface_of("::1"))
 """
 

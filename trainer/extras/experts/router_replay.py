@@ -24,10 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from trainer.batch import Batch
 from trainer.errors import ConfigError, TrainingError
+from trainer.policy.scorer import EXPERTS_ARGUMENT
 from trainer.policy.shrink import CHOSEN, EXPERTS, number_of, shrunk
-
-ARGUMENT = "routed_experts"
-"""The name of the layers' argument."""
 
 
 def replay_routing(model: Any) -> None:
@@ -117,7 +115,7 @@ def _with_choice(forward: Callable[..., Any], choice: _Choice) -> Callable[..., 
 
 def _with_rows(forward: Callable[..., Any], choice: _Choice, index: int) -> Callable[..., Any]:
     def replaying(*args: Any, **named: Any) -> Any:
-        rows = named.pop(ARGUMENT, None)
+        rows = named.pop(EXPERTS_ARGUMENT, None)
         choice.rows = None if rows is None else rows[:, index]
         return forward(*args, **named)
 
@@ -147,7 +145,7 @@ def _problem(small: Any) -> str | None:
                 block.experts.register_forward_hook(_keep(used, index, tokens, chosen))
         ids = torch.arange(1, tokens + 1)[None]
         with torch.no_grad():
-            model.get_decoder()(input_ids=ids, use_cache=False, **{ARGUMENT: rows})
+            model.get_decoder()(input_ids=ids, use_cache=False, **{EXPERTS_ARGUMENT: rows})
     if not used:
         return "none of their layers has a block of experts"
     for index, indices in used.items():

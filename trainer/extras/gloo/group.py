@@ -8,7 +8,6 @@ at once if its process has died, and after `timeout_s` if its machine cannot be 
 
 from __future__ import annotations
 
-import errno
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import distributed
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
 from proxy.extras.relay.weights.publication import aligned
+from trainer.weight_sync.address import address_towards
 from trainer.weight_sync.segment import Named, add_to_digest
 
 Gloo: Any = distributed.ProcessGroupGloo
@@ -248,21 +248,3 @@ def _tensor(
 ) -> torch.Tensor:
     size = torch.Size(shape).numel() * dtype.itemsize
     return bucket[start : start + size].view(dtype).view(tuple(shape))
-
-
-def address_towards(host: str, port: int) -> str:
-    """The address at which the host can reach this machine, of IPv4 or IPv6.
-
-    Raises:
-        OSError: the host has no address, or no route leads to any of them.
-    """
-    failure = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
-    for family, kind, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.connect(target)  # sends nothing
-            except OSError as error:
-                failure = error
-                continue
-            return str(probe.getsockname()[0])
-    raise failure

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from types import FunctionType, MethodType
 from typing import Any
@@ -30,9 +29,8 @@ from transformers.activations import ACT2FN
 
 from trainer.packing import Layout
 from trainer.policy.context_parallel import join_heads, own_heads, split_heads
+from trainer.policy.delta_layers import CONVOLUTION, RULE, delta_layers, has_fla
 
-_CONVOLUTION, _RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-"""Functions of transformers' modules that a Gated DeltaNet layer calls."""
 STRETCH_TOKENS = 1024
 """A multiple of the 64 tokens of a chunk of transformers' rule, whose backward pass makes a tensor
 as long as its input for each chunk: of a whole run, that would cost the square of its length. With
@@ -50,28 +48,16 @@ def fork_states(model: nn.Module, many: Rule | None = None) -> None:
     are functions of its module, are replaced by those of this module. `many`: the rule of many runs
     to use instead of the device's.
     """
-    for module in _delta_layers(model):
+    for module in delta_layers(model):
         forward = inspect.unwrap(type(module).forward)
         own = forward.__globals__
-        rule = functools.partial(tree_delta_rule, inspect.unwrap(own[_RULE]), many=many)
-        functions = own | {_CONVOLUTION: tree_convolution, _RULE: rule}
+        rule = functools.partial(tree_delta_rule, inspect.unwrap(own[RULE]), many=many)
+        functions = own | {CONVOLUTION: tree_convolution, RULE: rule}
         copied = FunctionType(
             forward.__code__, functions, None, forward.__defaults__, forward.__closure__
         )
         copied.__kwdefaults__ = forward.__kwdefaults__
         module.forward = MethodType(copied, module)
-
-
-def has_delta_layers(model: nn.Module) -> bool:
-    """Whether some layers of the model are Gated DeltaNet."""
-    return next(_delta_layers(model), None) is not None
-
-
-def _delta_layers(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        if code is not None and {_CONVOLUTION, _RULE} <= set(code.co_names):
-            yield module
 
 
 def tree_convolution(
@@ -197,11 +183,6 @@ def _each(rule: Rule, *row: Tensor, bounds: Sequence[int], **options: Any) -> tu
             outputs.append(out)
         finals.append(state)
     return torch.cat(outputs, 1), torch.cat(finals)
-
-
-def has_fla() -> bool:
-    """Whether fla, whose kernels run on CUDA, is installed."""
-    return find_spec("fla") is not None
 
 
 def fla_rule(*row: Tensor, bounds: Sequence[int], **options: Any) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ from trainer.algorithms.imitation import imitation_loss, imitation_weights
 from trainer.batch import Batch
 from trainer.extras.sft.demonstrations import demonstration
 from trainer.extras.sft.fit import batch_of
-from trainer.learning.learner import imitate
 from trainer.learning.models import Models
+from trainer.learning.steps import imitate
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.model import ModelConfig
 from trainer.policy.policy import Policy

@@ -32,7 +32,7 @@ from tests.agent_loop.asking_agent import AskingAgent
 from tests.agent_loop.recorded import token_trees
 from tests.agent_loop.test_policies_of_a_trial import serve
 from tests.proxy.conftest import RunningProxy
-from trainer.extras.policies.parts import parts_of
+from trainer.learning.policy_parts import parts_of
 
 POLICIES = ("planner", "coder", "frozen")
 TRAINED = POLICIES[:2]
