@@ -57,7 +57,7 @@ STILL_IMPORTED: set[tuple[str, str]] = {
     ("trainer.commands.runs", "trainer/extras/report"),
     ("trainer.commands.sample_trials", "agent_loop/extras/environments"),
     ("trainer.commands.sample_trials", "trainer/extras/relay"),
-    ("trainer.commands.trace", "proxy/extras/view"),
+    ("trainer.extras.trace", "proxy/extras/view"),
     ("trainer.config", "agent_loop/extras/swarm"),
     ("trainer.config", "trainer/extras/sft"),
     ("trainer.fit", "trainer/extras/mirror"),

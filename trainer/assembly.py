@@ -16,7 +16,6 @@ import orjson
 from agent_loop.agents import AgentLoops, Agents
 from agent_loop.endpoint_loop import Endpoint, EndpointLoop
 from agent_loop.evaluator import Evaluator
-from agent_loop.extras.swarm.launcher import SwarmLauncher
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.processes.host import StartsEarly
 from agent_loop.producers.protocol import Producer, RunsTrials
@@ -32,7 +31,8 @@ from proxy.keys import kept_files
 from proxy.machine.direct_hosts import reach_directly
 from proxy.machine.landlock import missing
 from proxy.records import Ids
-from trainer.checkpoint import Checkpoints
+from proxy.settings.extra import extra
+from trainer.checkpoint import Checkpoints, CheckpointUploads, open_mirror
 from trainer.cluster import open_cluster
 from trainer.cluster.cluster import Cluster
 from trainer.cluster.device_plan import fitted, gpus_here
@@ -43,7 +43,6 @@ from trainer.cluster.starting import StartingEngines
 from trainer.config import TrainerConfig
 from trainer.engine import check_platform
 from trainer.errors import ConfigError
-from trainer.extras.mirror import CheckpointMirror, CheckpointUploads
 from trainer.fit import Fit
 from trainer.learning.models import check_models
 from trainer.optimizer import check_optimizer
@@ -74,6 +73,11 @@ class RunParts:
     """By name; a single agent has the name ""."""
     probe: Ids
     """The text, as token ids, on which trainer and engines are compared."""
+
+    @property
+    def main(self) -> str:
+        """The name of the main that trains with these parts (`trainer.mains.registry`)."""
+        return self.config.trainer.mode
 
     def loop(
         self,
@@ -175,6 +179,10 @@ class SwarmParts(RunParts):
     """Parts of a run whose tasks come from the clients of a swarm. Its own agent only
     evaluates."""
 
+    @property
+    def main(self) -> str:
+        return "swarm"
+
 
 @dataclass(slots=True)
 class TaskParts(RunParts):
@@ -253,9 +261,14 @@ def build_agents(
     for name, section in sections.items():
         section.check_sandbox()
         is_missing = in_swarm and not section.agents
-        launcher = SwarmLauncher() if is_missing else section.build_launcher()
+        launcher = _of_clients() if is_missing else section.build_launcher()
         agents[name] = AgentParts(section, launcher, section.build_rewards())
     return agents
+
+
+def _of_clients() -> Launcher:
+    launcher: Launcher = extra("agent_loop.extras.swarm.launcher:SwarmLauncher")()
+    return launcher
 
 
 @asynccontextmanager
@@ -272,7 +285,9 @@ async def open_fit(
     """
     config, folder, say = parts.config, log.folder, log.progress.say
     checkpoints = Checkpoints(folder.checkpoints.absolute(), keep_last=config.trainer.keep_last)
-    uploads = CheckpointUploads(CheckpointMirror.of(config.trainer))
+    keep_last = config.trainer.keep_last
+    mirror = open_mirror(config.trainer.checkpoint_mirror, keep_last=keep_last)
+    uploads = CheckpointUploads(mirror)
     async with (
         open_cluster(config, folder, control) as cluster,
         StartingEngines(cluster, config.engine, control) as starting,

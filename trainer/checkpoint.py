@@ -20,6 +20,7 @@ the constructors in `_ALLOWED`, and a folder with anything else is refused.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -29,7 +30,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from proxy.run_files.files import replace_file
+from proxy.settings.extra import extra
 from trainer.errors import CheckpointError
+from trainer.run.folder import RunFolder
 from trainer.weight_sync.segment import Named
 
 _METADATA = ".metadata"
@@ -526,3 +529,88 @@ def _text(state: torch.Tensor) -> str:
 
 def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class MirroredCheckpoint:
+    """A whole copy. Example: MirroredCheckpoint(10, "run-a-4kf8", {"run.json": 312, …})"""
+
+    step: int
+    run_id: str
+    """The run that wrote it, see `RunFolder`."""
+    sizes: Mapping[str, int]
+    """Path of each file below the copy's folder → its size in bytes."""
+
+
+class Mirror(Protocol):
+    """Copies of a run's checkpoints elsewhere. Implementation: the extra `mirror`."""
+
+    url: str
+
+    def newest(self) -> MirroredCheckpoint | None:
+        """The whole copy of the highest step; None if there is none. Raises CheckpointError."""
+        ...
+
+    def upload(self, saved: Saved, folder: RunFolder) -> None:
+        """Copies a finished checkpoint of the run in `folder`. Raises CheckpointError."""
+        ...
+
+    def fetch(self, copy: MirroredCheckpoint, folder: RunFolder) -> Saved:
+        """Copies a whole checkpoint, and the history of its run, into the folder of a new run.
+        Raises CheckpointError."""
+        ...
+
+    def history(self, copy: MirroredCheckpoint, name: str) -> str:
+        """A file of the run's folder as it was when the copy was made. Raises CheckpointError."""
+        ...
+
+
+def open_mirror(url: str | None, *, keep_last: int) -> Mirror | None:
+    """The run's mirror (`trainer.checkpoint_mirror`); None if it has none.
+
+    Raises:
+        ConfigError: no installed file system serves the URL.
+    """
+    if url is None:
+        return None
+    mirror: Mirror = extra("trainer.extras.mirror:CheckpointMirror")(url, keep_last=keep_last)
+    return mirror
+
+
+class CheckpointUploads:
+    """Copies the checkpoints of a run to its mirror, one at a time, in a thread.
+
+    Example:
+        await uploads.room(say)
+        uploads.start(checkpoints.latest(), folder)
+        await uploads.finish()
+    """
+
+    def __init__(self, mirror: Mirror | None = None) -> None:
+        """Without a `mirror` nothing is copied."""
+        self._mirror = mirror
+        self._running: asyncio.Task[None] | None = None
+
+    async def room(self, say: Callable[[str], None]) -> None:
+        """Returns when the last upload has ended, before the checkpoint that it reads may be
+        deleted. Its failure is a warning."""
+        try:
+            await self.finish()
+        except CheckpointError as error:
+            say(f"warning: {error}")
+
+    def start(self, saved: Saved | None, folder: RunFolder) -> None:
+        """Starts the upload; to be called after `room`."""
+        if self._mirror is not None and saved is not None:
+            upload = asyncio.to_thread(self._mirror.upload, saved, folder)
+            self._running = asyncio.create_task(upload)
+
+    async def finish(self) -> None:
+        """Returns when the last upload has ended.
+
+        Raises:
+            CheckpointError: as `Mirror.upload`.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            await running

@@ -10,23 +10,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from agent_loop.agents import OneOfAgents
 from agent_loop.evaluator import EvalConfig
-from agent_loop.extras.swarm.config import SwarmConfig
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.tasks import DataConfig
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig
 from proxy.http.web_guard import EVERYWHERE
+from proxy.settings.extra import Extra
+from proxy.settings.section import Section
 from trainer.algorithms.probe import settings_without_effect
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.engine import GPUS_OF_AN_ENGINE
-from trainer.extras.sft.config import SftConfig
 from trainer.run.log import LoggingConfig
 
 
@@ -38,9 +38,9 @@ class TrainerConfig(ProcessesConfig):
     agents: Mapping[str, OneOfAgents] = Field(default_factory=dict)
     """Several agents by name, in place of `remote_agent`: each has the keys of `remote_agent`, its
     `weight`, and optionally its own `data`."""
-    swarm: SwarmConfig | None = None
+    swarm: Annotated[Section | None, Extra("agent_loop.extras.swarm.config:SwarmConfig")] = None
     """If set, clients bring the tasks and run the agents (`agentic-train --swarm-server`)."""
-    sft: SftConfig | None = None
+    sft: Annotated[Section | None, Extra("trainer.extras.sft.config:SftConfig")] = None
     """If set, the run is supervised fine-tuning on recorded sessions (`agentic-train sft`). It uses
     the sections `model`, `optimizer`, `trainer`, `cluster` and `logging`, and the renderer of
     `proxy_server`; it may also have those of the agent's own training, which then have no effect.

@@ -23,11 +23,10 @@ from agent_loop.producers.protocol import Producer
 from agent_loop.records import Group
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch, trained_batch
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, CheckpointUploads
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import RankZero, Save
 from trainer.errors import CheckpointError, TrainingError
-from trainer.extras.mirror import CheckpointUploads
 from trainer.learning.learner import Learner, RunState
 from trainer.learning.policies import Learners
 from trainer.learning.policy_metrics import of_policies, share_metrics

@@ -23,23 +23,18 @@ from proxy.engines import vllm_platform
 from proxy.machine import logs
 from proxy.run_files.files import replace_file, truncate_jsonl
 from proxy.secrecy import hide_memory, without_credentials
+from proxy.settings.extra import extra
 from proxy.settings.section import Section
-from trainer.assembly import SwarmParts, TaskParts, assemble
-from trainer.checkpoint import Checkpoints, Saved
+from trainer.assembly import assemble
+from trainer.checkpoint import Checkpoints, Mirror, MirroredCheckpoint, Saved, open_mirror
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.cluster.device_plan import fitted, gpus_here, plan_devices
 from trainer.cluster.follower import follow_rank_0
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.extras import swarm as main_swarm
-from trainer.extras.mirror import CheckpointMirror, MirroredCheckpoint
-from trainer.extras.report import write_report
-from trainer.extras.sft import main as main_sft
-from trainer.extras.sft.main import SftParts, assemble_sft
 from trainer.fit import Ended
-from trainer.mains import colocated as main_colocated
-from trainer.mains import separate as main_separate
+from trainer.mains.registry import Parts, main_of
 from trainer.policy.model import ModelConfig
 from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
@@ -51,7 +46,6 @@ from trainer.settings.sources import dump, load
 
 PLANNED = "model.gradient_checkpointing"
 """The key whose value `fitted` decides if it is None."""
-Parts = SwarmParts | TaskParts | SftParts
 
 
 def check_only(
@@ -61,7 +55,7 @@ def check_only(
     configuration as YAML, in whose comments is what the run prints of its processes at its start.
     """
     config = load(paths, overrides, environment)
-    CheckpointMirror.of(config.trainer)
+    open_mirror(config.trainer.checkpoint_mirror, keep_last=config.trainer.keep_last)
     parts = _leads(config, environment={})
     if parts is None:
         return dump(config)
@@ -95,7 +89,7 @@ def _leads(config: TrainerConfig, environment: Mapping[str, str]) -> Parts | Non
     """The parts of the run; None if this process was another rank than 0, and has finished."""
     if config.sft is None:
         return None if _follows(config, environment) else assemble(config)
-    parts = assemble_sft(config)
+    parts: Parts = main_of("sft").assemble(config)
     return None if _follows(parts.config, environment) else parts
 
 
@@ -169,7 +163,7 @@ def _continue(parts: Parts, folder: RunFolder) -> int:
 
 
 def _continue_on_empty_disk(
-    parts: Parts, planned: frozenset[str], mirror: CheckpointMirror, copy: MirroredCheckpoint
+    parts: Parts, planned: frozenset[str], mirror: Mirror, copy: MirroredCheckpoint
 ) -> int:
     """Continues a run of the same configuration, of which only the mirror is left."""
     if changed := _changed_keys(mirror.history(copy, "config.yaml"), parts.config, planned):
@@ -206,9 +200,10 @@ def _continue_locked(parts: Parts, folder: RunFolder, *notes: str) -> int:
     return _run(parts, folder, saved, *notes)
 
 
-def _mirrored(config: RanksConfig) -> tuple[CheckpointMirror, MirroredCheckpoint] | None:
+def _mirrored(config: RanksConfig) -> tuple[Mirror, MirroredCheckpoint] | None:
     """The run's mirror and its newest whole checkpoint; None if there is none."""
-    mirror = CheckpointMirror.of(config.trainer)
+    trainer = config.trainer
+    mirror = open_mirror(trainer.checkpoint_mirror, keep_last=trainer.keep_last)
     copy = None if mirror is None else mirror.newest()
     return None if mirror is None or copy is None else (mirror, copy)
 
@@ -297,7 +292,7 @@ def _report(log: RunLog, status: str) -> None:
     """Writes and sends the report of a run that has ended; what fails there is a warning."""
     folder, written = log.folder, ""
     with errors_as_warnings(f"{log.folder.report.name} could not be written", log.progress.say):
-        report = write_report(folder)
+        report = extra("trainer.extras.report:write_report")(folder)
         written = f", {report.page}"
         log.report(report.page, report.transcripts)
     log.progress.say(f"{status} after {log.wall_s:.0f} s: {folder.summary}{written}")
@@ -334,12 +329,4 @@ async def _under_signals(parts: Parts, log: RunLog, control: RunControl) -> Ende
 
 async def _train(parts: Parts, log: RunLog, control: RunControl) -> Ended:
     """Trains with the main for these parts, which chooses the producer."""
-    if isinstance(parts, SftParts):
-        return await main_sft.train(parts, log, control)
-    if isinstance(parts, SwarmParts):
-        return await main_swarm.train(parts, log, control)
-    match parts.config.trainer.mode:
-        case "colocated":
-            return await main_colocated.train(parts, log, control)
-        case "separate":
-            return await main_separate.train(parts, log, control)
+    return await main_of(parts.main).train(parts, log, control)

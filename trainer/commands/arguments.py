@@ -132,7 +132,7 @@ COMMANDS = {
     "trace": CommandLine(
         "Writes what a run did when as a file that https://ui.perfetto.dev opens.",
         _trace,
-        "trainer.commands.trace",
+        "trainer.extras.trace",
     ),
     "relay-worker": CommandLine(
         "Serves an engine on this machine to a run on another one, which starts this command "

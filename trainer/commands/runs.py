@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.extras.swarm.serve import ServeOptions, serve
-from agent_loop.extras.swarm.token import token_place
 from proxy.client import ProxyClientError
 from proxy.errors import ConfigurationError, ProxyError
 from proxy.machine import logs
 from proxy.machine.command_line import importing
 from proxy.machine.logs import LogLevel
 from proxy.secrecy import hide_memory
+from proxy.settings.extra import extra
 from trainer.errors import ConfigError, TrainerError
-from trainer.extras.report import write_report
 from trainer.run.folder import RunFolder
 
 EXPECTED = (TrainerError, ProxyError, ProxyClientError, AgentLoopError)
@@ -110,7 +108,7 @@ def _serve_swarm(command: Command, address: str) -> int:
     words = ["swarm={}", *command.words, *_log_level_word(command)]
     begin = [*program, "--config", "{config}", *words]
     resume = [*program, "resume", "{run_dir}", *words]
-    options = ServeOptions(
+    options = extra("agent_loop.extras.swarm.serve:ServeOptions")(
         address,
         state_dir,
         begin,
@@ -119,10 +117,12 @@ def _serve_swarm(command: Command, address: str) -> int:
         default_config=DEFAULT_SWARM_CONFIG,
     )
 
-    def listening(url: str) -> None:
-        print(f"swarm server on {url}\nits token is in {token_place(state_dir)}", flush=True)
+    place = extra("agent_loop.extras.swarm.token:token_place")
 
-    asyncio.run(serve(options, listening))
+    def listening(url: str) -> None:
+        print(f"swarm server on {url}\nits token is in {place(state_dir)}", flush=True)
+
+    asyncio.run(extra("agent_loop.extras.swarm.serve:serve")(options, listening))
     return 0
 
 
@@ -133,7 +133,8 @@ def _log_level_word(command: Command) -> list[str]:
 def _report(words: Sequence[str]) -> int:
     if len(words) != 1:
         raise ConfigError("report: give one run's folder, like runs/quickstart")
-    print(write_report(RunFolder.open(Path(words[0]))).page)
+    report = extra("trainer.extras.report:write_report")(RunFolder.open(Path(words[0])))
+    print(report.page)
     return 0
 
 

@@ -13,19 +13,16 @@ next upload deletes.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from proxy.errors import ConfigurationError
 from proxy.extras.relay.weights.file_system import FileSystem, file_system_errors, one_line
 from proxy.secrecy import without_credentials
-from trainer.checkpoint import Saved
+from trainer.checkpoint import MirroredCheckpoint, Saved
 from trainer.errors import CheckpointError, ConfigError
-from trainer.ranks_config import TrainerSection
 from trainer.run.folder import RunFolder
 
 KEY = "trainer.checkpoint_mirror"
@@ -34,19 +31,8 @@ HISTORY = ("run.id", "summary.json", "metrics.jsonl", "phases.jsonl", "trials.js
 last, because a folder without it is not that of a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class MirroredCheckpoint:
-    """A whole copy. Example: MirroredCheckpoint(10, "run-a-4kf8", {"run.json": 312, …})"""
-
-    step: int
-    run_id: str
-    """The run that wrote it, see `RunFolder`."""
-    sizes: Mapping[str, int]
-    """Path of each file below the copy's folder → its size in bytes."""
-
-
 class CheckpointMirror:
-    """Example:
+    """Implements `trainer.checkpoint.Mirror`. Example:
     mirror = CheckpointMirror("s3://bucket/run-a", keep_last=2)
     mirror.upload(saved, folder)
     newest = mirror.newest()
@@ -64,12 +50,6 @@ class CheckpointMirror:
         except ConfigurationError as error:
             raise ConfigError(f"{KEY}={self.url}: {error.message}") from error
         self._files, self._root = self._system.files, self._system.root
-
-    @classmethod
-    def of(cls, config: TrainerSection) -> CheckpointMirror | None:
-        """The run's mirror; None if it has none."""
-        url = config.checkpoint_mirror
-        return None if url is None else cls(url, keep_last=config.keep_last)
 
     def newest(self) -> MirroredCheckpoint | None:
         """The whole copy of the highest step; None if there is none.
@@ -210,45 +190,6 @@ class CheckpointMirror:
                 "credentials and the free space, then start the run again: it continues from the "
                 "newest whole checkpoint"
             ) from error
-
-
-class CheckpointUploads:
-    """Copies the checkpoints of a run to its mirror, one at a time, in a thread.
-
-    Example:
-        await uploads.room(say)
-        uploads.start(checkpoints.latest(), folder)
-        await uploads.finish()
-    """
-
-    def __init__(self, mirror: CheckpointMirror | None = None) -> None:
-        """Without a `mirror` nothing is copied."""
-        self._mirror = mirror
-        self._running: asyncio.Task[None] | None = None
-
-    async def room(self, say: Callable[[str], None]) -> None:
-        """Returns when the last upload has ended, before the checkpoint that it reads may be
-        deleted. Its failure is a warning."""
-        try:
-            await self.finish()
-        except CheckpointError as error:
-            say(f"warning: {error}")
-
-    def start(self, saved: Saved | None, folder: RunFolder) -> None:
-        """Starts the upload; to be called after `room`."""
-        if self._mirror is not None and saved is not None:
-            upload = asyncio.to_thread(self._mirror.upload, saved, folder)
-            self._running = asyncio.create_task(upload)
-
-    async def finish(self) -> None:
-        """Returns when the last upload has ended.
-
-        Raises:
-            CheckpointError: as `CheckpointMirror.upload`.
-        """
-        running, self._running = self._running, None
-        if running is not None:
-            await running
 
 
 def _step(name: str) -> int:

@@ -46,7 +46,7 @@ def swarm_hello(config: TrainerConfig, proxy: ProxyClient, run_dir: Path) -> Tra
     return TrainerHello(
         proxy_url=proxy.base_url,
         proxy_admin_key=proxy.admin_key or "",
-        swarm=config.swarm or SwarmConfig(),
+        swarm=config.swarm if isinstance(config.swarm, SwarmConfig) else SwarmConfig(),
         rollout=config.sampled,
         profile=config.proxy_server.profile,
         policy=config.model.policy,

@@ -17,9 +17,9 @@ import shortuuid
 
 from tests.clouds import NO_GCS, NO_S3, amazon, google
 from tests.needs import needs
-from trainer.checkpoint import FORMAT, Saved
+from trainer.checkpoint import FORMAT, CheckpointUploads, Saved
 from trainer.errors import CheckpointError, ConfigError
-from trainer.extras.mirror import HISTORY, CheckpointMirror, CheckpointUploads
+from trainer.extras.mirror import HISTORY, CheckpointMirror
 from trainer.run.folder import RunFolder
 
 KILLED = """

@@ -16,10 +16,9 @@ from typing import Any
 from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch, imitation_batch
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, CheckpointUploads
 from trainer.cluster.rank_zero import RankZero, Save
 from trainer.errors import CheckpointError
-from trainer.extras.mirror import CheckpointUploads
 from trainer.extras.sft.config import SftConfig
 from trainer.extras.sft.demonstrations import Demonstration
 from trainer.extras.sft.schedule import Schedule

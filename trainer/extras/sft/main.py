@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from proxy.config import RenderingConfig
 from trainer.algorithms import AlgorithmConfig
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, CheckpointUploads, open_mirror
 from trainer.cluster import open_cluster
 from trainer.cluster.device_plan import fitted, gpus_here
 from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.extras.mirror import CheckpointMirror, CheckpointUploads
 from trainer.extras.sft.config import SftConfig
 from trainer.extras.sft.demonstrations import Demonstration, read_demonstrations
 from trainer.extras.sft.fit import SftFit
@@ -43,16 +42,17 @@ class SftParts:
     digest: str
     note: str
     """What is trained on, for the first lines of the run."""
+    main: str = "sft"
 
 
-def assemble_sft(config: TrainerConfig) -> SftParts:
+def assemble(config: TrainerConfig) -> SftParts:
     """Reads the recorded sessions, and checks what can be checked before a process is started.
 
     Raises:
         ConfigError, proxy.errors.ConfigurationError: one line that names the key or file.
     """
     sft, server = config.sft, config.proxy_server
-    if sft is None:
+    if not isinstance(sft, SftConfig):
         raise ConfigError("sft.sessions: missing; give the folder or store of recorded sessions")
     check_optimizer(config.optimizer)
     context_tokens = context_limit(load_settings(config.model.path))
@@ -81,7 +81,9 @@ async def train(parts: SftParts, log: RunLog, control: RunControl) -> Ended:
     config, folder = parts.config, log.folder
     log.progress.say(parts.note)
     checkpoints = Checkpoints(folder.checkpoints.absolute(), keep_last=config.trainer.keep_last)
-    uploads = CheckpointUploads(CheckpointMirror.of(config.trainer))
+    keep_last = config.trainer.keep_last
+    mirror = open_mirror(config.trainer.checkpoint_mirror, keep_last=keep_last)
+    uploads = CheckpointUploads(mirror)
     async with (
         open_cluster(config, folder, control) as cluster,
         cluster.trainer([]) as rank_zero,
