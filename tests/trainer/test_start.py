@@ -17,6 +17,7 @@ from trainer import start
 from trainer.checkpoint import FORMAT, Saved, write_state
 from trainer.cli import main
 from trainer.errors import CheckpointError, ConfigError, TrainerError
+from trainer.extras import report
 from trainer.extras.mirror import CheckpointMirror
 from trainer.run.folder import RunFolder
 from trainer.settings.sources import load
@@ -225,7 +226,7 @@ LOGGED = ("logging.mlflow_experiment=e", "logging.progress=plain", "logging.tens
     [
         (mlflow, "log_artifact", "report.html could not be sent to MLflow"),
         (mlflow, "end_run", "MLflow could not be closed"),
-        (start, "write_report", "report.html could not be written"),
+        (report, "write_report", "report.html could not be written"),
     ],
 )
 def test_run_that_is_done_ends_so_whatever_its_report_or_a_service_raises(

@@ -61,7 +61,7 @@ COMMON = {
     "proxy_server": "host port llm_proxy_ip url profile",
     "cluster": "backend address strategy engine_nodes share_gpus",
     "relay": "workers url start_timeout_s restarts",
-    "data": "train_files val_files train_sources train_harbor_dir seed",
+    "data": "train_files val_files train_sources harbor.train_dir seed",
     "remote_agent": "command.argv python.target verifier.argv grader.target timeout_s",
     "swarm": "stop_rule left_over max_open max_collected lease_s",
     "sft": "sessions min_reward epochs kind held_out",

@@ -61,7 +61,7 @@ def _options(monkeypatch: pytest.MonkeyPatch, *argv: str) -> ServeOptions:
     async def keep(options: ServeOptions, _: Callable[[str], None]) -> None:
         served.append(options)
 
-    monkeypatch.setattr(commands, "serve", keep)
+    monkeypatch.setattr("agent_loop.extras.swarm.serve.serve", keep)
     monkeypatch.setattr(commands, "hide_memory", lambda: None)  # of the test's own process
     assert main(["--swarm-server", "127.0.0.1:0", *argv]) == 0
     return served[0]
