@@ -89,7 +89,7 @@ def build_app(
     an extra refuses its section."""
     if config.admin_key is None:
         raise ConfigurationError(
-            "admin_key is not set; set it, or use `proxy.keys.with_admin_key(config)`"
+            "admin_key is not set; set it, or use `proxy.admin_key.with_admin_key(config)`"
         )
     if config.model is None:
         raise ConfigurationError("model: give the folder of the checkpoint that the engines serve")

@@ -47,9 +47,9 @@ def serve(arguments: argparse.Namespace) -> int:
         import uvloop
 
         from proxy import process
+        from proxy.admin_key import key_file, with_admin_key
         from proxy.config import load_config
         from proxy.extras.engines.hosted import with_upstream
-        from proxy.keys import key_file, with_admin_key
         from proxy.machine import logs
         from proxy.secrecy import hide_memory
 

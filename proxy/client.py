@@ -21,8 +21,8 @@ import aiohttp
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
 
+from proxy.admin_key import client_key
 from proxy.http.server import sent_body
-from proxy.keys import client_key
 from proxy.machine.direct_hosts import proxy_for
 from proxy.records import Origin, Quota, Reward, ServedPolicy, Session, SessionKind, Turn
 from proxy.records.binary import CONTENT_TYPE, decode_record, origin_fields
@@ -85,7 +85,7 @@ class ProxyClient:
         timeout_s: float = 60.0,
         max_connections: int = 100,
     ) -> None:
-        """Without `admin_key` the one that `proxy.keys.client_key` finds: the environment's,
+        """Without `admin_key` the one that `proxy.admin_key.client_key` finds: the environment's,
         or that of a proxy on this machine which runs in the working folder."""
         self.base_url = base_url.rstrip("/")
         self.admin_key = admin_key or client_key(base_url)

@@ -100,7 +100,7 @@ from agent_loop.remote_agent_config import RemoteAgentConfig
 from harbor_sdk.client import AgentRunClient
 from proxy import wall
 from proxy.machine import landlock
-from proxy.keys import with_admin_key
+from proxy.admin_key import with_admin_key
 from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.testing.scripted_engine import ScriptedEngine, text_script

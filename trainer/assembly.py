@@ -25,9 +25,9 @@ from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.tasks import TaskStream, held_out_tasks, training_tasks, with_own_tasks
 from agent_loop.trial.folders import FinishedTrials
+from proxy.admin_key import kept_files
 from proxy.client import ProxyClient
 from proxy.engines import vllm_platform
-from proxy.keys import kept_files
 from proxy.machine.direct_hosts import reach_directly
 from proxy.machine.landlock import missing
 from proxy.records import Ids

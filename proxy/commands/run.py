@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from proxy.admin_key import client_key, key_file
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.commands.agent_environment import (
     agent_environment,
@@ -33,7 +34,6 @@ from proxy.commands.foreground import run_agent
 from proxy.commands.sessions import tags
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
-from proxy.keys import client_key, key_file
 from proxy.machine.port import http_url
 from proxy.records import FOLDER, BranchMode, Origin
 

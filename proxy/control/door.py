@@ -19,7 +19,8 @@ from proxy.control.siblings import Siblings
 from proxy.errors import ProxyError
 from proxy.http.route import Handler, Route, Who
 from proxy.http.server import api_key, forget_body
-from proxy.keys import AdminKeys, KeyFile
+from proxy.admin_key import AdminKeys
+from proxy.keys import KeyFile
 
 
 class ControlDoor:

@@ -13,11 +13,11 @@ import pytest
 from pydantic import SecretStr
 
 from harbor_sdk.server.config import ServerConfig
+from proxy.admin_key import with_admin_key
 from proxy.app import build_app
 from proxy.cli import main
 from proxy.config import ProxyConfig, load_config
 from proxy.extras.relay.worker import WorkerConfig
-from proxy.keys import with_admin_key
 from proxy.metrics import Metrics
 from tests.deploy.manifests import (
     KUSTOMIZE,

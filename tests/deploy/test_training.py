@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from harbor_sdk.server.config import ServerConfig
+from proxy.admin_key import FILE_VARIABLE
 from proxy.engines.vllm_server import VllmConfig, VllmServer, server_environment
-from proxy.keys import FILE_VARIABLE
 from tests.deploy.manifests import (
     NAMESPACES,
     ROOT,

@@ -1,181 +1,85 @@
-"""The admin key always exists, is kept in a private file, and is the same for all processes."""
+"""A file of keys: several are valid at a time, and they are replaced without a restart."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import re
-import signal
-import stat
-import sys
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from operator import attrgetter
 from pathlib import Path
 
 import aiohttp
-import pytest
 
-from proxy.app import build_app, document_parts
-from proxy.client import ProxyClient, ProxyClientError
-from proxy.config import ProxyConfig, load_config
-from proxy.errors import ConfigurationError
-from proxy.http.route import Who
-from proxy.keys import client_key, kept_files, kept_key, key_file, with_admin_key
-from proxy.testing.scripted_engine import ScriptedEngine
-
-ROOT = Path(__file__).parents[2]
+from proxy.keys import KeyFile, lines
+from tests.proxy.conftest import ADMIN_KEY, StartProxy
 
 
-def key_of(config: ProxyConfig) -> str:
-    key = with_admin_key(config).admin_key
-    assert key is not None
-    return key.get_secret_value()
+def test_every_line_is_a_key_and_the_first_is_for_programs(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\n new \nold\n\n")
+    keys = KeyFile(path)
+    assert keys.accepts("new")
+    assert keys.accepts("old")
+    assert not any(map(keys.accepts, ("", " ", "ne", "new\nold")))
+    assert lines(path)[0] == "new"
 
 
-def test_key_file_that_is_not_a_text_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "key").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ConfigurationError, match=r"admin_key_file: .*/key is not a text in UTF-8"):
-        with_admin_key(load_config(admin_key_file=tmp_path / "key"))
+def test_changed_file_is_read_again_and_an_unusable_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    keys = KeyFile(path, ["at start"])
+    assert keys.accepts("at start")
+    path.write_text("first\n")
+    assert keys.accepts("first")
+    assert not keys.accepts("at start")
+    path.write_text("\n")
+    assert keys.accepts("first")
+    path.write_bytes(b"\xff\xfe\n")
+    assert keys.accepts("first")
+    path.unlink()
+    assert keys.accepts("first")
+    # Kubernetes replaces a mounted secret by renaming a link.
+    (tmp_path / "next").write_text("other\n")
+    (tmp_path / "next").rename(path)
+    assert keys.accepts("other")
+    assert not keys.accepts("first")
 
 
-def test_key_is_created_in_a_private_file_next_to_the_store_and_reused(tmp_path: Path) -> None:
-    config = load_config(store=f"sqlite:///{tmp_path}/s.db")
-    first = key_of(config)
-    path = tmp_path / "s.db.admin-key"
-    assert len(first) >= 40
-    assert path.read_text().strip() == first
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert key_of(config) == first
-    assert list(tmp_path.iterdir()) == [path]
+async def control_status(http: aiohttp.ClientSession, url: str, key: str) -> int:
+    async with http.get(url, headers={"Authorization": f"Bearer {key}"}) as response:
+        return response.status
 
 
-def test_processes_that_start_concurrently_get_the_same_key(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    with ThreadPoolExecutor(16) as pool:
-        keys = set(pool.map(kept_key, [path] * 64))
-    assert keys == {path.read_text().strip()}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_configured_key_overrides_the_environment_and_both_override_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_admin_key_is_rotated_while_the_proxy_runs(
+    start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    store = f"sqlite:///{tmp_path}/s.db"
-    (tmp_path / "s.db.admin-key").write_text("from the file\n")
-    assert key_of(load_config(store=store)) == "from the file"
-    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", "from the environment")
-    assert key_of(load_config(store=store)) == "from the environment"
-    assert key_of(load_config(store=store, admin_key="given")) == "given"
+    path = tmp_path / "admin-key"
+    path.write_text(ADMIN_KEY)
+    proxy = await start_proxy(admin_key_file=path)
+    session = await proxy.session()
+
+    async def statuses() -> list[int]:
+        keys = (ADMIN_KEY, "the-next-key")
+        return [await control_status(proxy.http, f"{proxy.url}/sessions", key) for key in keys]
+
+    assert await statuses() == [200, 401]
+    path.write_text(f"the-next-key\n{ADMIN_KEY}\n")
+    assert await statuses() == [200, 200]
+    path.write_text("the-next-key\n")
+    assert await statuses() == [401, 200]
+    body = {"messages": [{"role": "user", "content": "Hi."}]}
+    assert (await proxy.post(session, "chat/completions", body))[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"store": "sqlite:////data/s.db"}, "/data/s.db.admin-key"),
-        ({"store": "/data/s.db"}, "/data/s.db.admin-key"),
-        ({"store": "postgresql://u:p@host/db"}, "/state/agentic-proxy/admin-key"),
-        ({"store": "postgresql://host/db", "admin_key_file": "/etc/key"}, "/etc/key"),
-    ],
-)
-def test_default_path_of_the_key_file(
-    settings: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+async def test_metrics_key_opens_metrics_and_nothing_else(
+    start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert key_file(load_config(**settings)) == Path(expected)
+    path = tmp_path / "metrics-key"
+    path.write_text("scrape\n")
+    proxy = await start_proxy(metrics_key_file=path)
+    for key, metrics, sessions in (("scrape", 200, 401), (ADMIN_KEY, 200, 200), ("x", 401, 401)):
+        assert await control_status(proxy.http, f"{proxy.url}/metrics", key) == metrics
+        assert await control_status(proxy.http, f"{proxy.url}/sessions", key) == sessions
 
 
-def test_unusable_key_file_is_reported_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path in ("file", "file/key"):
-        with pytest.raises(ConfigurationError, match=rf"admin_key_file: {tmp_path}/{path} "):
-            with_admin_key(load_config(admin_key_file=tmp_path / path))
-
-
-def test_empty_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", "")
-    with pytest.raises(ConfigurationError, match="admin_key"):
-        load_config()
-
-
-def test_build_app_refuses_a_configuration_without_an_admin_key(checkpoint: Path) -> None:
-    with pytest.raises(ConfigurationError, match="admin_key"):
-        build_app(load_config(model=checkpoint))
-
-
-def test_client_reads_the_key_file_only_for_a_proxy_on_this_machine(tmp_path: Path) -> None:
-    (tmp_path / "agentic-proxy.db.admin-key").write_text("kept\n")
-    assert client_key("http://127.0.0.1:8000", tmp_path, {}) == "kept"
-    assert client_key("http://localhost:8000", tmp_path, {}) == "kept"
-    assert client_key("http://proxy.example.org", tmp_path, {}) is None
-    assert client_key("http://127.0.0.1:8000", tmp_path / "other", {}) is None
-    given = {"AGENTIC_PROXY_ADMIN_KEY": "given"}
-    assert client_key("http://proxy.example.org", tmp_path, given) == "given"
-
-
-def test_client_reads_the_key_file_that_the_environment_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_without_a_metrics_key_only_the_admin_key_opens_metrics(
+    start_proxy: StartProxy,
 ) -> None:
-    path = tmp_path / "key"
-    assert path not in kept_files()
-    environment = {"AGENTIC_PROXY_ADMIN_KEY_FILE": str(path)}
-    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY_FILE", str(path))
-    assert path in kept_files()
-    path.write_text("new\nold\n")
-    assert client_key("http://proxy.example.org", tmp_path, environment) == "new"
-    given = environment | {"AGENTIC_PROXY_ADMIN_KEY": "given"}
-    assert client_key("http://proxy.example.org", tmp_path, given) == "given"
-    for unusable in (lambda: path.write_text("\n"), path.unlink):
-        unusable()
-        with pytest.raises(ConfigurationError, match=f"_FILE: {path} has no admin key"):
-            client_key("http://proxy.example.org", tmp_path, environment)
-
-
-@asynccontextmanager
-async def serving(checkpoint: Path, engine: str, folder: Path, *more: str) -> AsyncIterator[str]:
-    """Runs `agentic-proxy serve` in `folder` without a configured key; yields its URL."""
-    argv = ["-m", "proxy", "serve", "--model", str(checkpoint), "--engine", engine, "--port", "0"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *argv, "--auto-create", *more),
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    said = [(await process.stdout.readline()).decode() for _ in range(3)]
-    try:
-        assert said[2] == f"the admin key is in {folder}/agentic-proxy.db.admin-key\n"
-        yield said[0].split()[3].rstrip(",")
-    finally:
-        process.send_signal(signal.SIGINT)
-        await process.communicate()
-    assert process.returncode == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--workers", "2")], ids=["one process", "two processes"])
-async def test_serve_creates_a_key_that_every_control_route_needs(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
-) -> None:
-    monkeypatch.chdir(tmp_path)  # where a client looks for the key file
-    monkeypatch.delenv("AGENTIC_PROXY_ADMIN_KEY", raising=False)
-    async with (
-        ScriptedEngine(lambda prompt: [*prompt[-3:], 257]) as engine,
-        serving(checkpoint, engine.url, tmp_path, *more) as url,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http,
-    ):
-        for route in filter(attrgetter("documented"), document_parts()[0].routes):
-            target = url + re.sub(r"\{[^}]*\}", "x", route.path)
-            async with http.request(route.method, target, json={}) as response:
-                assert (response.status == 401) is (route.who is not Who.ANYONE), route.path
-        body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-        async with http.post(f"{url}/mine/v1/chat/completions", json=body) as response:
-            assert response.status == 200, await response.text()
-        for _ in range(8):  # each connection may reach another process
-            async with ProxyClient(url) as control:
-                assert (await control.get_turns("mine"))[0].session_id == "mine"
-        async with ProxyClient(url, "not the key") as stranger:
-            with pytest.raises(ProxyClientError) as refused:
-                await stranger.get_turns("mine")
-        assert refused.value.status == 401
+    proxy = await start_proxy()
+    assert await control_status(proxy.http, f"{proxy.url}/metrics", "") == 401
+    assert await control_status(proxy.http, f"{proxy.url}/metrics", ADMIN_KEY) == 200

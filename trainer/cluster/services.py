@@ -14,9 +14,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.admin_key import client_key
 from proxy.client import ProxyClient
 from proxy.extras.view.access import new_link
-from proxy.keys import client_key
 from proxy.machine.port import usable_port
 from proxy.store import open_store
 from trainer.cluster.cluster import Cluster, ProcessesConfig, ProxyService

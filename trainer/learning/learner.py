@@ -36,7 +36,6 @@ from trainer.checkpoint import (
 from trainer.errors import TrainingError, WeightSyncError
 from trainer.extras.relay.learner_weights import Publishing
 from trainer.extras.relay.published_weights import Published
-from trainer.learning import steps
 from trainer.learning.models import (
     FreeCache,
     Models,
@@ -123,7 +122,7 @@ class Learner:
         if not self.algorithm.needs_prox:
             return metrics
         temperature = self.config.rollout.temperature
-        scores = compute_logprobs(self.models, batch, temperature=temperature)
+        scores = steps.compute_logprobs(self.models, batch, temperature=temperature)
         metrics |= mismatch_metrics(batch, scores.logprobs, self.version)
         metrics["actor/entropy_before"] = float(scores.entropy.mean())
         self._check_mismatch(metrics.get("mismatch/logp_abs_mean", 0.0))
@@ -132,11 +131,11 @@ class Learner:
     def compute_ref_logprobs(self, batch: Batch) -> None:
         """Sets `batch.ref_logprobs` and `batch.teacher_logprobs` if the algorithm uses them."""
         temperature = self.config.rollout.temperature
-        compute_ref_logprobs(self.models, batch, temperature=temperature)
+        steps.compute_ref_logprobs(self.models, batch, temperature=temperature)
 
     def compute_values(self, batch: Batch) -> None:
         """Sets `batch.values` if the algorithm has a critic."""
-        compute_values(self.models, batch)
+        steps.compute_values(self.models, batch)
 
     def compute_advantages(self, batch: Batch) -> Metrics:
         """Sets `batch.advantages`."""
@@ -154,7 +153,7 @@ class Learner:
             TrainingError: a token would not be trained exactly once, a gradient is not finite, or
                 the engine's probabilities differ from the trainer's.
         """
-        metrics = {"actor/update_steps": 0.0} | update(
+        metrics = {"actor/update_steps": 0.0} | steps.update(
             self.models,
             batch,
             temperature=self.config.rollout.temperature,
@@ -174,14 +173,14 @@ class Learner:
         Raises:
             TrainingError: a token would not be trained exactly once, or a gradient is not finite.
         """
-        metrics = imitate(self.models, batch, aggregation)
+        metrics = steps.imitate(self.models, batch, aggregation)
         self.step += 1
         self.version += 1
         return metrics
 
     def imitation_loss(self, batch: Batch) -> float:
         """Mean of `−log p` over the tokens of the batch, in nats."""
-        scores = compute_logprobs(self.models, batch, temperature=1.0)
+        scores = steps.compute_logprobs(self.models, batch, temperature=1.0)
         return -float(scores.logprobs.double().mean())
 
     def sync_weights(self) -> Metrics:
@@ -221,7 +220,7 @@ class Learner:
         """
         if self._publishing is None:
             self._publishing = Publishing(
-                self.config, self.models, self.probe, run, compute_logprobs, base_logprobs
+                self.config, self.models, self.probe, run, steps.compute_logprobs, steps.base_logprobs
             )
         return self._publishing.publish(self.version, held)
 
@@ -236,7 +235,7 @@ class Learner:
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """log p(ids[t] | ids[:t]) at temperature 1 for t = 1 … T-1, under the current weights."""
-        scores = compute_logprobs(self.models, probe_batch(ids), temperature=1.0)
+        scores = steps.compute_logprobs(self.models, probe_batch(ids), temperature=1.0)
         return scores.logprobs.tolist()
 
     def weights(self) -> Generator[Named]:
@@ -399,7 +398,3 @@ def _peak_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-Scorer = Literal["policy", "base", "reference", "teacher"]
-"""Name of a model in `Models`; `base` is the policy without its adapter."""

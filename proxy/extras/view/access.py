@@ -21,9 +21,9 @@ from typing import Any
 
 from aiohttp import web
 
+from proxy.admin_key import AdminKeys
 from proxy.errors import ConfigurationError
 from proxy.http.server import api_key
-from proxy.keys import AdminKeys
 from proxy.store.browser import Browser, Grant, GrantKind
 
 LINK_S = 24 * 3600.0

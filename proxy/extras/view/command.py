@@ -16,6 +16,7 @@ from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
+from proxy.admin_key import AdminKeys
 from proxy.commands.sessions import named_store
 from proxy.config import ListenConfig
 from proxy.errors import ConfigurationError
@@ -24,7 +25,6 @@ from proxy.extras.view.api import PAGE, ViewApi, add_page
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.server import app_runner
 from proxy.http.web_guard import Hosts, web_guard
-from proxy.keys import AdminKeys
 from proxy.machine.port import http_url, unusable_port
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store.browser import GrantKind

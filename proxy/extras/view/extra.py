@@ -13,7 +13,7 @@ from proxy.extras.view.api import ROUTES, ViewApi
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.openapi import DocumentPart
 from proxy.http.route import Route
-from proxy.keys import AdminKeys
+from proxy.admin_key import AdminKeys
 from proxy.store.protocol import Store
 
 

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.extras.harbor.launcher import RUN_FILE, HarborConfig, HarborLauncher
@@ -148,7 +149,13 @@ def test_configuring_neither_or_both_of_server_and_local_harbor_is_refused(
     settings: dict[str, object],
 ) -> None:
     with pytest.raises(ConfigurationError, match="give one of them"):
-        HarborLauncher(HarborConfig.model_validate(settings))
+        HarborLauncher(HarborConfig.model_validate({"agent_name": "oracle", **settings}))
+
+
+@pytest.mark.parametrize("settings", [{}, {"agent_name": "codex", "agent_import_path": "m:Mine"}])
+def test_section_without_an_agent_or_with_two_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="agent_name, or agent_import_path"):
+        HarborConfig.model_validate(settings)
 
 
 def test_local_trial_without_the_harbor_package_is_refused_with_a_remedy() -> None:

@@ -25,7 +25,7 @@ from proxy.extras.view.bounded import PIECE_CHARS, SHOWN_CHARS, text_of, turn_js
 from proxy.extras.view.fork import difference
 from proxy.extras.view.turn_tokens import pieces, turn_tokens
 from proxy.http.route import Who
-from proxy.keys import AdminKeys
+from proxy.admin_key import AdminKeys
 from proxy.records import ALTERNATIVE, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.store import open_store
@@ -527,6 +527,6 @@ async def events(
 
 
 def test_admin_key_is_only_what_is_configured() -> None:
-    from proxy.keys import AdminKeys
+    from proxy.admin_key import AdminKeys
 
     assert not AdminKeys(ListenConfig()).accepts("")
