@@ -262,7 +262,7 @@ def test_failed_run_ends_with_its_own_error_whatever_its_report_raises(
         raise TrainerError("no engine is left")
 
     monkeypatch.setattr(start, "_under_signals", failing)
-    for module, name in ((start, "write_report"), (mlflow, "end_run")):
+    for module, name in ((report, "write_report"), (mlflow, "end_run")):
         fails(module, name)
     with pytest.raises(TrainerError, match="no engine is left"):
         start.begin([config], LOGGED, {})

@@ -32,6 +32,10 @@ from tests.agent_loop.asking_agent import AskingAgent
 from tests.agent_loop.recorded import token_trees
 from tests.agent_loop.test_policies_of_a_trial import serve
 from tests.proxy.conftest import RunningProxy
+from tests.proxy.conftest import checkpoint as checkpoint
+from tests.proxy.conftest import proxy as proxy
+from tests.proxy.conftest import rendering as rendering
+from tests.proxy.conftest import start_proxy as start_proxy
 from trainer.learning.policy_parts import parts_of
 
 POLICIES = ("planner", "coder", "frozen")
