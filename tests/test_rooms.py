@@ -27,23 +27,11 @@ LAYERS: dict[str, set[str]] = {
 HEAVY = {"torch", "vllm"}
 # What is not yet reached through a registry; this becomes empty.
 STILL_IMPORTED: set[tuple[str, str]] = {
-    ("agent_loop.launchers.registry", "agent_loop/extras/environments"),
-    ("agent_loop.launchers.registry", "agent_loop/extras/harbor"),
-    ("agent_loop.launchers.registry", "agent_loop/extras/kubernetes"),
-    ("agent_loop.launchers.registry", "agent_loop/extras/ray"),
-    ("agent_loop.remote_agent_config", "agent_loop/extras/environments"),
-    ("agent_loop.rewards.registry", "agent_loop/extras/judge"),
-    ("agent_loop.task_sources.registry", "agent_loop/extras/environments"),
-    ("agent_loop.task_sources.registry", "agent_loop/extras/harbor"),
-    ("agent_loop.tasks", "agent_loop/extras/harbor"),
     ("proxy.cli", "proxy/extras/engines"),
     ("proxy.testing.scripted_engine", "proxy/extras/binary_route"),
     ("proxy.testing.scripted_engine", "proxy/extras/engines"),
     ("proxy.testing.scripted_frames", "proxy/extras/binary_route"),
     ("proxy.testing.scripted_wires", "proxy/extras/engines"),
-    ("trainer.assembly", "agent_loop/extras/environments"),
-    ("trainer.assembly", "agent_loop/extras/swarm"),
-    ("trainer.assembly", "trainer/extras/mirror"),
     ("trainer.cluster", "trainer/extras/ray"),
     ("trainer.cluster.cluster", "proxy/extras/telemetry"),
     ("trainer.cluster.cluster", "trainer/extras/relay"),
@@ -56,6 +44,7 @@ STILL_IMPORTED: set[tuple[str, str]] = {
     ("trainer.commands.sample_trials", "trainer/extras/relay"),
     ("trainer.learning.learner", "trainer/extras/relay"),
     ("trainer.learning.policies", "trainer/extras/relay"),
+    ("trainer.run.log", "proxy/extras/telemetry"),
     ("trainer.weight_sync.adapters", "proxy/extras/relay"),
     ("trainer.weight_sync.segment", "proxy/extras/relay"),
 }

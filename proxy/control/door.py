@@ -13,13 +13,13 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from proxy.admin_key import AdminKeys
 from proxy.config import ListenConfig
 from proxy.control import audit
 from proxy.control.siblings import Siblings
 from proxy.errors import ProxyError
 from proxy.http.route import Handler, Route, Who
 from proxy.http.server import api_key, forget_body
-from proxy.admin_key import AdminKeys
 from proxy.keys import KeyFile
 
 

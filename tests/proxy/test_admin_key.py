@@ -17,12 +17,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from proxy.admin_key import client_key, kept_files, key_file, with_admin_key
 from proxy.app import build_app, document_parts
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
 from proxy.http.route import Who
-from proxy.admin_key import client_key, kept_files, key_file, with_admin_key
 from proxy.keys import kept_key
 from proxy.testing.scripted_engine import ScriptedEngine
 

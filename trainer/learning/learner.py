@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -36,6 +36,7 @@ from trainer.checkpoint import (
 from trainer.errors import TrainingError, WeightSyncError
 from trainer.extras.relay.learner_weights import Publishing
 from trainer.extras.relay.published_weights import Published
+from trainer.learning import steps
 from trainer.learning.models import (
     FreeCache,
     Models,
@@ -220,7 +221,12 @@ class Learner:
         """
         if self._publishing is None:
             self._publishing = Publishing(
-                self.config, self.models, self.probe, run, steps.compute_logprobs, steps.base_logprobs
+                self.config,
+                self.models,
+                self.probe,
+                run,
+                steps.compute_logprobs,
+                steps.base_logprobs,
             )
         return self._publishing.publish(self.version, held)
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from proxy.admin_key import AdminKeys
 from proxy.extra import Core, Extra
 from proxy.extras.view.access import Access, new_link
 from proxy.extras.view.answers import RecordState
@@ -13,7 +14,6 @@ from proxy.extras.view.api import ROUTES, ViewApi
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.openapi import DocumentPart
 from proxy.http.route import Route
-from proxy.admin_key import AdminKeys
 from proxy.store.protocol import Store
 
 

@@ -16,6 +16,7 @@ from aiohttp.test_utils import make_mocked_request
 from msgspec.structs import replace
 from pydantic import SecretStr
 
+from proxy.admin_key import AdminKeys
 from proxy.config import ListenConfig
 from proxy.conversation.messages import Message, dump_answer
 from proxy.errors import ConfigurationError
@@ -25,7 +26,6 @@ from proxy.extras.view.bounded import PIECE_CHARS, SHOWN_CHARS, text_of, turn_js
 from proxy.extras.view.fork import difference
 from proxy.extras.view.turn_tokens import pieces, turn_tokens
 from proxy.http.route import Who
-from proxy.admin_key import AdminKeys
 from proxy.records import ALTERNATIVE, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.store import open_store
