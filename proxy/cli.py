@@ -49,13 +49,14 @@ def serve(arguments: argparse.Namespace) -> int:
         from proxy import process
         from proxy.admin_key import key_file, with_admin_key
         from proxy.config import load_config
-        from proxy.extras.engines.hosted import with_upstream
         from proxy.machine import logs
         from proxy.secrecy import hide_memory
+        from proxy.settings.extra import extra
 
     hide_memory()
     config = load_config(arguments.config, **_overrides(arguments))
     if arguments.upstream is not None:
+        with_upstream = extra("proxy.extras.engines.hosted:with_upstream")
         config = with_upstream(config, arguments.upstream, arguments.upstream_model, os.environ)
     logs.set_up(config.log, config.log_level)
     announce = partial(_announce, None if config.admin_key else key_file(config))
@@ -64,14 +65,14 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _announce(admin_key: Path | None, config: ProxyConfig, url: str, said: list[str]) -> None:
-    from proxy.extras.engines.hosted import TEXT_ONLY  # imported here to keep --help fast
-    from proxy.secrecy import without_password
+    from proxy.secrecy import without_password  # imported here to keep --help fast
+    from proxy.settings.extra import extra
 
     session = f"{url}/my-session" if config.sessions.auto_create else url
     key = "any" if config.sessions.auto_create else "<a session's key>"
     print(f"recording proxy on {url}, store {without_password(config.store)}")
     print(f"export OPENAI_BASE_URL={session}/v1 OPENAI_API_KEY={key}", flush=True)
-    if config.model == TEXT_ONLY:
+    if config.model == extra("proxy.extras.engines.hosted:TEXT_ONLY"):
         print("this records text, not tokens: for evaluation and SFT, not for RL", flush=True)
     if admin_key is not None:
         print(f"the admin key is in {admin_key}", flush=True)

@@ -20,6 +20,13 @@ from dataclasses import dataclass
 from proxy.engines.protocol import Engine
 from proxy.records import ServedPolicy
 
+KEPT_VERSIONS = 8
+"""Number of versions whose files are kept. vLLM reads the files of a running call's adapter again
+if other adapters took its place in memory; a call that runs during 8 updates has lost its place in
+every training anyway."""
+LOADED_VERSIONS = 2
+"""Number of versions that engines accept calls for: a call that was sent when the new version was
+published still names the one before."""
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """No `@`, which separates the name from the version in the engines' names of adapters."""
 MAX_ADAPTER_CHARS = 256

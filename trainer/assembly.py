@@ -216,7 +216,7 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
         check_optimizer(critic.optimizer, "algorithm.critic.optimizer")
     if config.proxy_server.llm_proxy_ip is not None:
         reach_directly(f"http://{config.proxy_server.llm_proxy_ip}")
-    if config.relay.workers and config.engine.publish is None:
+    if config.relay_workers and config.engine.publish is None:
         raise ConfigError(
             "relay.workers: new weights do not reach engines behind the relay by themselves; set "
             "engine.publish to a URL that trainer and workers reach, or use the workers with "

@@ -72,7 +72,7 @@ class TrainerConfig(ProcessesConfig):
             self._engines_are_the_proxys(),
             self._engines_have_addresses(),
             self._some_engine(),
-            self.relay.problems(self.cluster.backend, self.proxy_server),
+            self._joining_engines_can_join(),
             self._one_device_each(),
             self._groups_of_ranks_are_whole(),
             self._optimizers_have_the_weights_type(),
@@ -99,6 +99,10 @@ class TrainerConfig(ProcessesConfig):
         """The section `rollout`, which also records the experts that the trainer replays."""
         records = self.rollout.routed_experts or self.model.router_replay == "replay"
         return self.rollout.model_copy(update={"routed_experts": records})
+
+    def _joining_engines_can_join(self) -> Iterator[str]:
+        if self.relay is not None:
+            yield from self.relay.problems(self.cluster.backend, self.proxy_server)
 
     def _some_agent(self) -> Iterator[str]:
         if self.sft is not None:
@@ -152,7 +156,7 @@ class TrainerConfig(ProcessesConfig):
 
     def _some_engine(self) -> Iterator[str]:
         running = self.proxy_server.url is not None  # whose engines may be relay workers
-        sampled = self.engine.replicas or self.engine.urls or self.relay.workers or running
+        sampled = self.engine.replicas or self.engine.urls or self.relay_workers or running
         if self.sft is None and not sampled:
             yield "engine.replicas=0: no engine; set it to 1 or more, or set relay.workers"
 

@@ -249,7 +249,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
         saved_step=saved.step if saved else 0,
         success_at=config.eval.success_at,
         machine=_machine(config.cluster.backend, config.trainer.device),
-        telemetry=config.telemetry,
+        telemetry=getattr(config.telemetry, "endpoint", None),
     )
     log.progress.say(
         f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"
@@ -285,7 +285,8 @@ def _placement(config: ProcessesConfig) -> Iterator[str]:
     plan = plan_devices(config, gpus_here()) if config.cluster.backend == "local" else None
     if plan is not None:
         yield from plan.describe()
-    yield from config.relay.describe(config.cluster.backend)
+    if config.relay is not None:
+        yield from config.relay.describe(config.cluster.backend)
 
 
 def _report(log: RunLog, status: str) -> None:

@@ -6,15 +6,13 @@ keys are listed; a configuration without the key costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import GetCoreSchemaHandler
+from pydantic import GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
 from proxy.settings.plugins import load_plugin
-from proxy.settings.section import Section
 
 
 def extra(path: str) -> Any:
@@ -36,27 +34,19 @@ class Extra:
     """
 
     path: str
-    """`module:Class` of the section."""
+    """`module:Class` of the section, or of another type that pydantic knows."""
 
     @property
-    def section(self) -> type[Section]:
-        """The class of the section, which is imported now."""
-        found: type[Section] = extra(self.path)
-        return found
+    def kind(self) -> Any:
+        """The section's type, which is imported now."""
+        return extra(self.path)
 
-    def parse(self, value: Any) -> Section | None:
-        """The section that a value of a configuration describes; None for None.
+    def parse(self, value: Any) -> Any:
+        """What a value of a configuration describes; None for None.
 
         Raises ValueError (pydantic's ValidationError for keys that the section refuses).
         """
-        if value is None:
-            return None
-        section = self.section
-        if isinstance(value, section):
-            return value
-        if not isinstance(value, Mapping):
-            raise ValueError(f"give a section with keys, such as {', '.join(section.model_fields)}")
-        return section.model_validate(value)
+        return None if value is None else TypeAdapter(self.kind).validate_python(value)
 
     def __get_pydantic_core_schema__(
         self, _source: Any, _handler: GetCoreSchemaHandler

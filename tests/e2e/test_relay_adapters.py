@@ -26,9 +26,9 @@ from tests.e2e.test_weight_sync import policy_of as whole_policy_of
 from tests.file_server import serving_files
 from tests.namespaces import machines
 from trainer.extras.relay.published_adapters import AdapterPublisher
-from trainer.extras.relay.published_weights import Published
 from trainer.policy.adapter import RandomAdapter, adapter_arguments, adapter_config
 from trainer.policy.policy import Policy
+from trainer.weight_sync.published import Published
 
 POLICY = "shop"
 

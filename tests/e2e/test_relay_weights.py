@@ -35,9 +35,10 @@ from tests.e2e.test_weight_sync import IDS, TOLERANCE, policy_of, score_ids
 from tests.file_server import serving_files
 from tests.namespaces import enter, machines
 from tests.proxy.conftest import ADMIN_KEY
-from trainer.extras.relay.published_weights import Published, Publisher, described
+from trainer.extras.relay.published_weights import Publisher, described
 from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.published import Published
 
 TOKEN = "a-token-of-the-relay"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from proxy.errors import ConfigurationError
+from proxy.settings.extra import extra
 from trainer.cluster.cluster import Cluster, ProcessesConfig
 from trainer.cluster.local import LocalCluster
 from trainer.errors import ConfigError
@@ -25,8 +27,8 @@ async def open_cluster(
         yield LocalCluster(config, folder, control)
         return
     try:
-        from trainer.extras.ray.cluster import ray_cluster
-    except ImportError as error:
+        ray_cluster = extra("trainer.extras.ray.cluster:ray_cluster")
+    except ConfigurationError as error:
         raise ConfigError(f"cluster.backend=ray: {error}; run `pip install ray`") from error
     async with ray_cluster(config, folder, control) as cluster:
         yield cluster

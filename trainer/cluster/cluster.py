@@ -5,21 +5,22 @@ Invariant: everything that a cluster has started ends with the run, whichever wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
+from proxy.client import ProxyClient
 from proxy.config import RetentionConfig
-from proxy.extras.telemetry.spans import TelemetryConfig
+from proxy.settings.extra import Extra, extra
 from proxy.settings.section import Section
 from trainer.cluster.proxy_server import ProxyServerConfig
 from trainer.cluster.rank_zero import RankZero
-from trainer.extras.relay.config import RelaySection, RelayWorkersConfig
-from trainer.extras.relay.order import WorkerOrder
 from trainer.ranks_config import RanksConfig
+from trainer.run.folder import RunFolder
 
 
 class ClusterConfig(Section):
@@ -58,17 +59,47 @@ class ClusterConfig(Section):
     """Seconds to wait until the cluster has enough free resources."""
 
 
+class JoiningSection(Section):
+    """A section of engines that connect to the run's proxy by themselves. Implementation: the extra
+    `relay`."""
+
+    @property
+    def count(self) -> int:
+        """Number of these engines."""
+        return 0
+
+    def describe(self, backend: Literal["local", "ray"]) -> list[str]:
+        """The lines of a run's plan."""
+        return []
+
+    def problems(
+        self, backend: Literal["local", "ray"], server: ProxyServerConfig
+    ) -> Iterator[str]:
+        """One line per setting that contradicts another one."""
+        return iter(())
+
+
 class ProcessesConfig(RanksConfig):
     """The sections that the processes of a run read: ranks, engines and proxy."""
 
     proxy_server: ProxyServerConfig = ProxyServerConfig()
     cluster: ClusterConfig = ClusterConfig()
-    relay: RelaySection = RelaySection()
+    relay: Annotated[JoiningSection | None, Extra("trainer.extras.relay.config:RelaySection")] = (
+        None
+    )
+    """Engines that a run starts where it cannot connect to, but they can to it."""
     retention: RetentionConfig = RetentionConfig()
     """How long sessions are kept in the run's own store. The same limits apply to the folders in
     its `trials/`. Samples that wait to be trained are stored elsewhere."""
-    telemetry: TelemetryConfig = TelemetryConfig()
+    telemetry: Annotated[Section | None, Extra("proxy.extras.telemetry.spans:TelemetryConfig")] = (
+        None
+    )
     """OpenTelemetry of the trainer and of the proxy that it starts."""
+
+    @property
+    def relay_workers(self) -> int:
+        """Number of engines that connect to the run's proxy by themselves."""
+        return 0 if self.relay is None else self.relay.count
 
 
 class Replica(Protocol):
@@ -161,10 +192,9 @@ class Cluster(Protocol):
         """`settings` are the keys of `proxy.config.ProxyConfig` that the run decides."""
         ...
 
-    def relay_worker(
-        self, entry: RelayWorkersConfig, order: WorkerOrder, log: Path
-    ) -> WorkerProcess:
-        """A worker of an entry without a command."""
+    def relay_worker(self, entry: Any, order: Any, log: Path) -> WorkerProcess:
+        """A worker without a command: an entry of the section `relay`, and what the extra `relay`
+        tells the worker."""
         ...
 
     def trainer(self, probe: Sequence[int]) -> AbstractAsyncContextManager[RankZero]:
@@ -175,3 +205,51 @@ class Cluster(Protocol):
             TrainerError: a rank ended.
         """
         ...
+
+
+class JoiningEngines(Protocol):
+    """The engines of a `JoiningSection`, from before the proxy starts to the end of the run."""
+
+    @property
+    def proxy_settings(self) -> dict[str, Any]:
+        """The keys of `proxy.config.ProxyConfig` that let them in."""
+        ...
+
+    @property
+    def lives(self) -> asyncio.Task[None] | None:
+        """A task that never returns, but raises a TrainerError when one keeps ending."""
+        ...
+
+    async def start(self, proxy_url: str, client: ProxyClient) -> None:
+        """Starts them, and returns when the proxy has them. Raises TrainerError."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class NoEngines:
+    """Implements `JoiningEngines` for a run without any."""
+
+    lives = None
+
+    @property
+    def proxy_settings(self) -> dict[str, Any]:
+        return {}
+
+    async def start(self, proxy_url: str, client: ProxyClient) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+def joining_engines(
+    config: ProcessesConfig, folder: RunFolder, cluster: Cluster, say: Callable[[str], None]
+) -> JoiningEngines:
+    """Those of the section `relay`. `say` is called with a line for the user."""
+    if not config.relay_workers:
+        return NoEngines()
+    workers: JoiningEngines = extra("trainer.extras.relay.workers:RelayWorkers")(
+        config, folder, cluster, say
+    )
+    return workers

@@ -14,14 +14,15 @@ from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from typing import Protocol
 
 from proxy.client import ProxyClient, ProxyClientError, patiently
 from proxy.policies import BASE
+from proxy.settings.extra import extra
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica
 from trainer.cluster.rank_zero import Connect, FreeMemory, RankZero, SentWeights, SyncWeights
 from trainer.errors import TrainerError, WeightSyncError
-from trainer.extras.relay.weights import RelayWeights
 from trainer.run.control import first_to_end
 
 ENGINE_END_KNOWN_S = 5.0
@@ -31,6 +32,14 @@ ENGINE_END_KNOWN_S = 5.0
 def engine_name(number: int) -> str:
     """The name of a replica in the proxy."""
     return f"engine-{number}"
+
+
+class PulledWeights(Protocol):
+    """Weights that engines pull by themselves. Implementation: the extra `relay`."""
+
+    async def send(self, proxy: ProxyClient, *, needed: bool) -> SentWeights:
+        """Publishes the weights, and waits for the engines. `needed`: there are no other ones."""
+        ...
 
 
 class RunEngines:
@@ -74,9 +83,9 @@ class RunEngines:
         self._run = run
         self._published: set[str] = set()
         """Names of the policies that were published; "" are the engines' own weights."""
-        self._relay: RelayWeights | None = None
+        self._relay: PulledWeights | None = None
         if publish_timeout_s is not None:
-            self._relay = RelayWeights(
+            self._relay = extra("trainer.extras.relay.weights:RelayWeights")(
                 rank_zero, run, publish_timeout_s, say, patience_s=proxy_patience_s
             )
         self.proxy: ProxyClient | None = None

@@ -24,7 +24,8 @@ from agent_loop.processes.listening import ListeningPorts
 from proxy.engines import guard
 from proxy.engines.vllm_server import socket_folder
 from proxy.secrecy import inherited, pipe_with
-from trainer.cluster.cluster import ProcessesConfig
+from proxy.settings.extra import extra
+from trainer.cluster.cluster import ProcessesConfig, WorkerProcess
 from trainer.cluster.device_plan import gpus_here, plan_devices
 from trainer.cluster.local_engine import LocalReplica, replica_server
 from trainer.cluster.proxy_server import ProxyProcess
@@ -37,9 +38,6 @@ from trainer.cluster.ranks import (
     torchrun_seat,
 )
 from trainer.errors import TrainerError
-from trainer.extras.relay.config import RelayWorkersConfig
-from trainer.extras.relay.order import WorkerOrder
-from trainer.extras.relay.worker_process import NODE, WorkerCommand
 from trainer.learning.learner import Learner
 from trainer.learning.models import Models
 from trainer.learning.policies import Learners
@@ -121,10 +119,11 @@ class LocalCluster:
         make = replica_server(self._config, self._folder, number, plan=self.plan)
         return LocalReplica(make)
 
-    def relay_worker(
-        self, entry: RelayWorkersConfig, order: WorkerOrder, log: Path
-    ) -> WorkerCommand:
-        return WorkerCommand(NODE, order, log)
+    def relay_worker(self, entry: Any, order: Any, log: Path) -> WorkerProcess:
+        worker: WorkerProcess = extra("trainer.extras.relay.worker_process:on_this_machine")(
+            order, log
+        )
+        return worker
 
     def proxy(self, settings: dict[str, Any]) -> ProxyProcess:
         return ProxyProcess(self._config.proxy_server, settings, self._folder.logs)

@@ -14,7 +14,7 @@ import secrets
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
@@ -23,10 +23,10 @@ from agent_loop.trial.config import RecordingConfig
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ENVIRONMENT_PREFIX, ToolsConfig
 from proxy.engines import guard
-from proxy.extras.rules.rules import Rules
 from proxy.machine.direct_hosts import with_direct_hosts
 from proxy.machine.port import free_port, http_url, usable_port
 from proxy.secrecy import LatePipe
+from proxy.settings.extra import Extra
 from trainer.errors import TrainerError
 
 POLL_S = 0.1  # seconds between two checks whether a starting proxy is ready
@@ -65,7 +65,7 @@ class ProxyServerConfig(RecordingConfig):
     """How messages become tokens: the name of a renderer, `template`, or `auto`."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking`."""
-    rules: Rules = Field(default_factory=list)
+    rules: Annotated[Sequence[Any], Extra("proxy.extras.rules.rules:Rules")] = ()
     """Searches that the started proxy makes in every recorded turn. They mark its session, and may
     end the trial or set its reward to 0 (docs/view.md)."""
     tools: ToolsConfig = Field(default_factory=ToolsConfig)

@@ -16,10 +16,10 @@ from typing import Any, Protocol, Self, TypeVar
 from proxy.records import ServedPolicy
 from trainer.algorithms.token_loss import Metrics
 from trainer.checkpoint import Checkpoints
-from trainer.extras.relay.published_weights import Published
 from trainer.learning.learner import RunState
 from trainer.learning.policies import Learners
 from trainer.weight_sync.dtypes import Report, dtype_name
+from trainer.weight_sync.published import Published
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -16,16 +16,21 @@ from typing import Any
 
 from proxy.admin_key import client_key
 from proxy.client import ProxyClient
-from proxy.extras.view.access import new_link
 from proxy.machine.port import usable_port
+from proxy.settings.extra import extra
 from proxy.store import open_store
-from trainer.cluster.cluster import Cluster, ProcessesConfig, ProxyService
+from trainer.cluster.cluster import (
+    Cluster,
+    JoiningEngines,
+    ProcessesConfig,
+    ProxyService,
+    joining_engines,
+)
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.proxy_server import PORT_SETTING
 from trainer.cluster.rank_zero import FreeMemory, RankZero
 from trainer.cluster.starting import StartingEngines
 from trainer.errors import ConfigError, TrainerError
-from trainer.extras.relay.workers import RelayWorkers
 from trainer.run.control import RunControl, first_to_end
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.control import EngineControl
@@ -78,7 +83,7 @@ class RunServices:
             if server.url is None:
                 usable_port(PORT_SETTING, server.host, server.port)
             engines, starting = await self._begin_engines(stack)
-            workers = RelayWorkers(self.config, self.folder, self.cluster, self.say)
+            workers = joining_engines(self.config, self.folder, self.cluster, self.say)
             proxy = await self._begin_proxy(stack, workers) if server.url is None else None
             await self.rank_zero.ask(FreeMemory())
             await starting.ready()
@@ -129,7 +134,7 @@ class RunServices:
         stack.push_async_callback(engines.stop)
         return engines, starting
 
-    async def _begin_proxy(self, stack: AsyncExitStack, workers: RelayWorkers) -> ProxyService:
+    async def _begin_proxy(self, stack: AsyncExitStack, workers: JoiningEngines) -> ProxyService:
         """The proxy, which imports while the engines start."""
         config, server = self.config, self.config.proxy_server
         settings: dict[str, Any] = {
@@ -137,7 +142,7 @@ class RunServices:
             "store": f"sqlite:///{self.folder.sessions.absolute()}",
             "max_context_tokens": config.engine.max_context_tokens,
             "retention": config.retention.model_dump(),
-            "telemetry": config.telemetry.model_dump(),
+            "telemetry": config.telemetry and config.telemetry.model_dump(),
             "run": str(self.folder.path.absolute()),
             "tools": server.tools.model_dump(),
             "rules": [rule.model_dump(mode="json") for rule in server.rules],
@@ -154,7 +159,8 @@ async def _new_link(folder: RunFolder) -> str:
     """The secret of a link that opens the run's page once."""
     store = await open_store(f"sqlite:///{folder.sessions.absolute()}")
     try:
-        return await new_link(store.browser)
+        link: str = await extra("proxy.extras.view.access:new_link")(store.browser)
+        return link
     finally:
         await store.close()
 

@@ -24,12 +24,10 @@ from proxy.client import ProxyClient
 from proxy.records import EMPTY_IDS, SessionKind
 from proxy.run_files.files import replace_file
 from trainer.assembly import RunParts, build_agents
-from trainer.cluster.cluster import ProcessesConfig
+from trainer.cluster.cluster import ProcessesConfig, joining_engines
 from trainer.cluster.local import LocalCluster
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.extras.relay.config import RelaySection
-from trainer.extras.relay.workers import RelayWorkers
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder
 from trainer.settings.sources import dump
@@ -223,8 +221,8 @@ async def _proxy(
     """Starts the engines, unless there is a `hosted` model or `engine.urls` names running ones, the
     proxy, and the relay workers."""
     if hosted is not None:
-        config = config.model_copy(update={"relay": RelaySection()})
-    workers = RelayWorkers(config, folder, cluster, partial(print, flush=True))
+        config = config.model_copy(update={"relay": None})
+    workers = joining_engines(config, folder, cluster, partial(print, flush=True))
     engines: list[dict[str, str]] = [{"url": url} for url in config.engine.urls]
     if hosted is not None:
         engines = [hosted]
@@ -239,7 +237,7 @@ async def _proxy(
         "model": str(config.model.path),
         "store": f"sqlite:///{folder.sessions.absolute()}",
         "max_context_tokens": config.engine.max_context_tokens,
-        "telemetry": config.telemetry.model_dump(),
+        "telemetry": config.telemetry and config.telemetry.model_dump(),
         "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
         **workers.proxy_settings,
     }

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,8 +34,6 @@ from trainer.checkpoint import (
     restore_random_state,
 )
 from trainer.errors import TrainingError, WeightSyncError
-from trainer.extras.relay.learner_weights import Publishing
-from trainer.extras.relay.published_weights import Published
 from trainer.learning import steps
 from trainer.learning.models import (
     FreeCache,
@@ -51,6 +49,7 @@ from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.dtypes import Report
 from trainer.weight_sync.probe import probe_batch
+from trainer.weight_sync.published import Published
 from trainer.weight_sync.segment import Named
 from trainer.weight_sync.sync import WeightSync
 from trainer.weight_sync.transports import LOST_S
@@ -67,6 +66,16 @@ class RunState:
     version: int
     loop: dict[str, Any]
     """The training loop's own state, as JSON; empty at the beginning of a run."""
+
+
+class Publishes(Protocol):
+    """Publishes weights as files. Implementation: the extra `relay`."""
+
+    def publish(self, version: int, held: Sequence[Report]) -> Published:
+        """As `Learner.publish_weights`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Learner:
@@ -91,7 +100,7 @@ class Learner:
         self._generator = torch.Generator().manual_seed(config.trainer.seed)
         """Random generator that draws mini-batches."""
         self._engines: WeightSync | AdapterSync | None = None
-        self._publishing: Publishing | None = None
+        self._publishing: Publishes | None = None
 
     def connect(self, engine_urls: Sequence[str], adapters: Path | None = None) -> None:
         """Sets the engines that receive the weights from now on, and disconnects the former
@@ -220,7 +229,7 @@ class Learner:
             WeightSyncError: the weights could not be written.
         """
         if self._publishing is None:
-            self._publishing = Publishing(
+            self._publishing = extra("trainer.extras.relay.learner_weights:Publishing")(
                 self.config,
                 self.models,
                 self.probe,
@@ -228,6 +237,7 @@ class Learner:
                 steps.compute_logprobs,
                 steps.base_logprobs,
             )
+        assert self._publishing is not None
         return self._publishing.publish(self.version, held)
 
     @property

@@ -20,12 +20,12 @@ from proxy.records import ServedPolicy
 from trainer.algorithms.token_loss import Metrics
 from trainer.checkpoint import Checkpoints, random_state, restore_random_state
 from trainer.errors import CheckpointError, TrainingError
-from trainer.extras.relay.published_weights import Published
 from trainer.learning.learner import Learner, RunState
 from trainer.learning.models import Models
 from trainer.learning.policy_metrics import of_policies
 from trainer.learning.policy_parts import parts_of
 from trainer.weight_sync.dtypes import Report
+from trainer.weight_sync.published import Published
 
 
 class Learners:

@@ -19,7 +19,6 @@ from pydantic import Field
 from agent_loop.evaluator import EvalReport, bootstrap_interval, is_judged
 from agent_loop.producers.protocol import Producer, ReportsProduction
 from agent_loop.records import Group, Rollout
-from proxy.extras.telemetry.spans import TelemetryConfig
 from proxy.machine.logs import LogLevel
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import remove_steps_after
@@ -108,7 +107,7 @@ class RunLog:
         saved_step: int = 0,
         success_at: float = 1.0,
         machine: str = "",
-        telemetry: TelemetryConfig | None = None,
+        telemetry: str | None = None,
     ) -> None:
         """`steps` is the number of steps of the run. `resolved` is its whole configuration, for the
         services that it is logged to. `saved_step` is the step of the checkpoint that the run
@@ -125,9 +124,9 @@ class RunLog:
         sinks = _sinks(config, folder, saved_step + 1, tracked, dict(resolved))
         self._trials = folder.trials_log.open("a", buffering=1, encoding="utf-8")
         self._telemetry: SeesRun | None = None
-        if telemetry is not None and telemetry.endpoint is not None:
+        if telemetry is not None:
             sending = extra("trainer.extras.telemetry:run_telemetry")
-            self._telemetry = sending(telemetry.endpoint, folder.path.name, resolved)
+            self._telemetry = sending(telemetry, folder.path.name, resolved)
         ended = (lambda _: None) if self._telemetry is None else self._telemetry.phase
         self._phases = PhaseLog(folder.phases, ended)
         self._now = NowFile(folder.now)

@@ -138,7 +138,7 @@ def _parts(metadata: Iterable[Any]) -> tuple[type[BaseModel], ...]:
         if isinstance(each, Parts):
             return each.classes
         if isinstance(each, Extra):
-            return (each.section,)
+            return tuple(_models(each.kind))
     return ()
 
 

@@ -27,13 +27,7 @@ from typing import Any
 import torch
 import xxhash
 
-from proxy.extras.relay.weights.publication import (
-    HEAD_BYTES,
-    aligned,
-    new_digest,
-    segment_head,
-    title,
-)
+from proxy.engines.segment_layout import HEAD_BYTES, aligned, new_digest, segment_head, title
 
 _PIECE_BYTES = 1 << 20  # small enough that a copied piece is hashed while it is in the cache
 

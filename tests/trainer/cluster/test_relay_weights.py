@@ -19,8 +19,8 @@ from trainer.cluster.rank_zero import (
     SentWeights,
 )
 from trainer.errors import WeightSyncError
-from trainer.extras.relay.published_weights import Published
 from trainer.extras.relay.weights import RelayWeights
+from trainer.weight_sync.published import Published
 
 PUBLISHED = Published("run-a/v000007-019e5c41aa07", 7, 1000, delta_bytes=20, full_bytes=0)
 DESCRIBED = [("w", "float32", [4])]

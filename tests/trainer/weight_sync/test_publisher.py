@@ -26,7 +26,8 @@ from tests.clouds import NO_GCS, NO_S3, amazon, google
 from tests.needs import needs
 from trainer.errors import ConfigError, WeightSyncError
 from trainer.extras.relay import published_weights as publishing
-from trainer.extras.relay.published_weights import Published, Publisher, described
+from trainer.extras.relay.published_weights import Publisher, described
+from trainer.weight_sync.published import Published
 from trainer.weight_sync.segment import Named, SegmentReader, Written
 
 KILLED = """

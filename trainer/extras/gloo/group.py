@@ -19,7 +19,7 @@ import xxhash
 from torch import distributed
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
-from proxy.extras.relay.weights.publication import aligned
+from proxy.engines.segment_layout import aligned
 from trainer.weight_sync.address import address_towards
 from trainer.weight_sync.segment import Named, add_to_digest
 

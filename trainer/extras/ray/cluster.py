@@ -48,7 +48,7 @@ from trainer.extras.ray.actors import (
 from trainer.extras.ray.here import RayHere
 from trainer.extras.ray.replica import PartActor, RayReplica
 from trainer.extras.ray.worker import RayWorker
-from trainer.extras.relay.config import RelayWorkersConfig
+from trainer.extras.relay.config import RelaySection, RelayWorkersConfig
 from trainer.extras.relay.order import WorkerOrder
 from trainer.policy.parallel import Seat
 from trainer.run.control import RunControl, first_to_end
@@ -390,6 +390,8 @@ def _where(config: ProcessesConfig) -> dict[str, Any]:
     if config.cluster.address is not None:
         return common | {"address": config.cluster.address}
     wanted = sum(bundle["CPU"] for bundle in bundles(config, has_gpus=False))
-    wanted += sum(entry.count * entry.cpus for entry in config.relay.workers if not entry.command)
+    if isinstance(config.relay, RelaySection):
+        entries = config.relay.workers
+        wanted += sum(entry.count * entry.cpus for entry in entries if not entry.command)
     cpus = max(math.ceil(wanted), len(os.sched_getaffinity(0)))
     return common | {"address": "local", "num_cpus": cpus, "include_dashboard": False}

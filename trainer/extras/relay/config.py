@@ -10,6 +10,7 @@ from pydantic import Field
 
 from proxy.http.web_guard import EVERYWHERE
 from proxy.settings.section import Section
+from trainer.cluster.cluster import JoiningSection
 from trainer.cluster.proxy_server import ProxyServerConfig
 
 NUMBER = "{number}"
@@ -48,7 +49,7 @@ class RelayWorkersConfig(Section):
         return self.cpus != 1.0 or self.gpus > 0 or bool(self.resources)
 
 
-class RelaySection(Section):
+class RelaySection(JoiningSection):
     """Example: RelaySection(workers=[{"command": ["ssh", "gpu-7", "agentic-train", …]}])"""
 
     workers: tuple[RelayWorkersConfig, ...] = ()

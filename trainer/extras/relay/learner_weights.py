@@ -15,13 +15,14 @@ from proxy.extras.relay.fingerprint import fingerprint
 from proxy.extras.relay.weights.publication import ProbeScores
 from trainer.batch import Batch
 from trainer.extras.relay.published_adapters import AdapterPublisher
-from trainer.extras.relay.published_weights import Published, Publisher, described
+from trainer.extras.relay.published_weights import Publisher, described
 from trainer.learning.models import Models, RestoreAdapter, UseRandomAdapter
 from trainer.policy.adapter import adapter_config
 from trainer.policy.scores import Scores
 from trainer.ranks_config import RanksConfig
 from trainer.weight_sync.dtypes import Report, agreed, rounded
 from trainer.weight_sync.probe import probe_batch
+from trainer.weight_sync.published import Published
 
 
 class ComputeLogprobs(Protocol):

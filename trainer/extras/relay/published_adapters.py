@@ -23,10 +23,10 @@ from proxy.extras.relay.weights.publication import (
     ProbeScores,
 )
 from proxy.records import ServedPolicy
-from trainer.extras.relay.published_weights import Published
 from trainer.extras.relay.run_publications import RunPublications
 from trainer.policy.adapter import FILE_METADATA
 from trainer.weight_sync.adapters import adapter_name, on_host
+from trainer.weight_sync.published import Published
 from trainer.weight_sync.segment import Named
 
 

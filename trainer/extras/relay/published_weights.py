@@ -15,13 +15,13 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 
+from proxy.engines.segment_layout import new_digest, title
 from proxy.extras.relay.weights.delta import CHUNK, Bits, changes
 from proxy.extras.relay.weights.publication import (
     File,
@@ -30,39 +30,18 @@ from proxy.extras.relay.weights.publication import (
     ProbeScores,
     StoredPiece,
     Tensor,
-    new_digest,
     offsets,
     safetensors_head,
     shards,
-    title,
 )
-from proxy.records import ServedPolicy
 from trainer.errors import WeightSyncError
 from trainer.extras.relay.run_publications import RunPublications, Upload
 from trainer.weight_sync.dtypes import dtype_name
+from trainer.weight_sync.published import Published
 from trainer.weight_sync.segment import Named
 
 SHARD_BYTES = 1 << 29
 """Largest size of a file; a larger tensor is a file of its own. A reader needs this much room."""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A version that readers can pull.
-
-    Example: Published("run-a/v000012-019e5c41aa07", 12, size_bytes=16_400_000_000, …)
-    """
-
-    name: str
-    version: int
-    size_bytes: int
-    """Size of the tensors."""
-    delta_bytes: int
-    """Size of the files that contain the changes since the version before; 0: there are none."""
-    full_bytes: int
-    """Size of the files that contain all tensors; 0: there are none."""
-    served: ServedPolicy | None = None
-    """The version of a policy whose adapter it is; None: the engines' own weights."""
 
 
 class Publisher:

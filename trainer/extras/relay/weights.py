@@ -15,8 +15,8 @@ from proxy.client import ProxyClient, patiently
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.rank_zero import DescribeWeights, PublishWeights, RankZero, SentWeights
 from trainer.errors import WeightSyncError
-from trainer.extras.relay.published_weights import Published
 from trainer.weight_sync.dtypes import Report
+from trainer.weight_sync.published import Published
 
 WAIT_S = 20.0
 """Seconds for which a request waits for workers; below the time limits of most HTTP proxies."""

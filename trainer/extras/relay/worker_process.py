@@ -115,6 +115,11 @@ class WorkerCommand:
                 log.write(line.replace(token, b"(relay token)"))
 
 
+def on_this_machine(order: WorkerOrder, log: Path) -> WorkerCommand:
+    """A worker as a process of this machine."""
+    return WorkerCommand(NODE, order, log)
+
+
 async def _line(output: asyncio.StreamReader) -> bytes:
     """The next line, or the part of it that fits into memory; empty at the end."""
     try:

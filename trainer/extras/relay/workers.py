@@ -29,7 +29,7 @@ from trainer.cluster.cluster import Cluster, ProcessesConfig, WorkerProcess
 from trainer.cluster.local_engine import replica_engine
 from trainer.engine import EnginesConfig
 from trainer.errors import TrainerError
-from trainer.extras.relay.config import NUMBER, RelayWorkersConfig
+from trainer.extras.relay.config import NUMBER, RelaySection, RelayWorkersConfig
 from trainer.extras.relay.order import WorkerOrder
 from trainer.extras.relay.worker_process import WorkerCommand
 from trainer.run.control import first_to_end
@@ -74,7 +74,9 @@ class RelayWorkers:
         say: Callable[[str], None],
     ) -> None:
         """`say` is called with a line for the user."""
+        assert isinstance(config.relay, RelaySection)
         self._config = config
+        self._relay = config.relay
         self._folder = folder
         self._cluster = cluster
         self._say = say
@@ -94,7 +96,7 @@ class RelayWorkers:
     @property
     def proxy_settings(self) -> dict[str, Any]:
         """The keys of `proxy.config.ProxyConfig` that let the workers in; none without workers."""
-        relay = self._config.relay
+        relay = self._relay
         if not relay.workers:
             return {}
         hosts = [host_of(relay.url)] if relay.url is not None else []
@@ -111,7 +113,7 @@ class RelayWorkers:
         if not places:
             return
         self._client = client
-        self._proxy_url = self._config.relay.url or f"ws://{urlsplit(proxy_url).netloc}"
+        self._proxy_url = self._relay.url or f"ws://{urlsplit(proxy_url).netloc}"
         _write_secret(self._token_file, self._token)
         self._say(f"relay: starting {len(places)} workers, which connect to {self._proxy_url}")
         everyone = asyncio.Event()
@@ -136,14 +138,14 @@ class RelayWorkers:
 
     def _places(self) -> Iterator[_Place]:
         number = 0
-        for entry in self._config.relay.workers:
+        for entry in self._relay.workers:
             for of_entry in range(entry.count):
                 yield _Place(number, entry, of_entry)
                 number += 1
 
     async def _life(self, place: _Place, everyone: asyncio.Event) -> None:
         """Keeps one worker running. Never returns."""
-        relay, how = self._config.relay, ""
+        relay, how = self._relay, ""
         for start in range(1, relay.restarts + 2):
             name = f"relay-{place.number}" + (f".{start}" if start > 1 else "")
             worker = self._running[place.number] = self._worker(place, name)
@@ -170,7 +172,7 @@ class RelayWorkers:
             return f"could not be started: {error}"
         ended = asyncio.create_task(worker.wait())
         arrived = asyncio.create_task(self._arrival(name))
-        timeout_s = self._config.relay.start_timeout_s
+        timeout_s = self._relay.start_timeout_s
         try:
             await asyncio.wait(
                 {ended, arrived}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -188,7 +190,7 @@ class RelayWorkers:
 
     def _note_arrival(self, name: str, place: _Place, everyone: asyncio.Event) -> None:
         self._connected.add(place.number)
-        count, total = len(self._connected), self._config.relay.count
+        count, total = len(self._connected), self._relay.count
         self._say(f"relay: {name} is connected ({count} of {total} workers)")
         if count == total:
             everyone.set()

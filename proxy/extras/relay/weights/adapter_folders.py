@@ -13,6 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
+from proxy.engines.segment_layout import new_digest
 from proxy.extras.relay.weights.publication import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -20,17 +21,9 @@ from proxy.extras.relay.weights.publication import (
     BadPublicationError,
     File,
     Manifest,
-    new_digest,
 )
 from proxy.extras.relay.weights.published_files import PublishedFiles
-
-KEPT_VERSIONS = 8
-"""Number of versions whose files are kept. vLLM reads the files of a running call's adapter again
-if other adapters took its place in memory; a call that runs during 8 updates has lost its place in
-every training anyway."""
-LOADED_VERSIONS = 2
-"""Number of versions that engines accept calls for: a call that was sent when the new version was
-published still names the one before."""
+from proxy.policies import KEPT_VERSIONS, LOADED_VERSIONS
 
 
 def adapter_digest(sha256: str, config: str) -> str:

@@ -17,14 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
-import xxhash
 
+from proxy.engines.segment_layout import HEAD_BYTES, aligned
 from proxy.policies import POLICY_NAME
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-ALIGN_BYTES = 64  # a cache line; also enough for any type's own alignment
-HEAD_BYTES = 16
 DTYPES = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
@@ -219,22 +217,6 @@ def _run(name: str) -> str:
     return name.partition("/")[0]
 
 
-def title(name: str, dtype: str, shape: Sequence[int]) -> bytes:
-    """What a digest covers of a tensor besides its bytes."""
-    return f"{name} torch.{dtype} {tuple(shape)} ".encode()
-
-
-def new_digest() -> xxhash.xxh3_128:
-    """XXH3 (128 bit). It detects faults and does not protect against an attacker. It is as fast as
-    reading memory; a cryptographic hash would take several times as long as the copy."""
-    return xxhash.xxh3_128()
-
-
-def aligned(size_bytes: int) -> int:
-    """The next place where a tensor of any type may begin."""
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
 def offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     """Where each tensor begins in a segment (`segment_index`), and where the last one ends."""
     found, end = list[int](), HEAD_BYTES
@@ -242,11 +224,6 @@ def offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
         found.append(aligned(end))
         end = found[-1] + tensor.size_bytes
     return found, end
-
-
-def segment_head(end: int, index: bytes) -> bytes:
-    """A segment's first HEAD_BYTES: where its index begins, and its length."""
-    return end.to_bytes(8, "little") + len(index).to_bytes(8, "little")
 
 
 def segment_index(tensors: Sequence[Tensor]) -> bytes:

@@ -22,19 +22,16 @@ from pathlib import Path
 
 import numpy as np
 
+from proxy.engines.segment_layout import HEAD_BYTES, new_digest, segment_head, title
 from proxy.extras.relay.weights.adapter_folders import AdapterFolders
 from proxy.extras.relay.weights.delta import Bits, apply
 from proxy.extras.relay.weights.publication import (
-    HEAD_BYTES,
     BadPublicationError,
     Files,
     Manifest,
     StoredPiece,
-    new_digest,
     offsets,
-    segment_head,
     segment_index,
-    title,
 )
 from proxy.extras.relay.weights.published_files import PublishedFiles, PullError
 

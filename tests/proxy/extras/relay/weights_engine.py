@@ -15,12 +15,12 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from proxy.engines.segment_layout import HEAD_BYTES, new_digest, title
 from proxy.engines.vllm import GENERATE
 from proxy.extras.relay.weights.adapter_folders import adapter_digest
 from proxy.extras.relay.weights.publication import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    HEAD_BYTES,
     MANIFEST,
     Adapter,
     File,
@@ -30,8 +30,6 @@ from proxy.extras.relay.weights.publication import (
     StoredPiece,
     Tensor,
     encode_manifest,
-    new_digest,
-    title,
 )
 from proxy.testing.scripted_engine import ScriptedEngine
 from tests.file_server import FileServer

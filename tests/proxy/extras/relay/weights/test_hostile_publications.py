@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from proxy.engines.segment_layout import new_digest, title
 from proxy.extras.relay.weights import published_files
 from proxy.extras.relay.weights.publication import (
     MANIFEST,
@@ -18,8 +19,6 @@ from proxy.extras.relay.weights.publication import (
     StoredPiece,
     Tensor,
     encode_manifest,
-    new_digest,
-    title,
 )
 from proxy.extras.relay.weights.published_files import PullError
 from proxy.extras.relay.weights.pull import WeightStore
