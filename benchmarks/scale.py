@@ -18,10 +18,10 @@ from itertools import product
 import numpy as np
 
 from benchmarks.simulated_engine import Figures, Model, Replica, replica
-from proxy.cache_room import RoomClaim
 from proxy.engines.protocol import Sampling
 from proxy.extras.schedule.admission import CacheAdmission
 from proxy.extras.schedule.section import SchedulingConfig
+from proxy.routing.cache_room import RoomClaim
 from proxy.routing.generation import Generation
 from proxy.routing.router import Router
 from tests.agent_loop.virtual_time import run_in_virtual_time

@@ -25,7 +25,6 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from proxy.cache_room import RoomClaim
 from proxy.engines import vllm_platform
 from proxy.engines.address import EngineAddress
 from proxy.engines.protocol import Chunk, Sampling
@@ -33,6 +32,7 @@ from proxy.engines.vllm import VllmEngine
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.extras.schedule.admission import CacheAdmission
 from proxy.extras.schedule.section import SchedulingConfig
+from proxy.routing.cache_room import RoomClaim
 from proxy.routing.generation import Generation
 from proxy.routing.router import Router
 from tests.e2e.tiered_server import tiered_arguments

@@ -50,7 +50,7 @@ def serve(arguments: argparse.Namespace) -> int:
         from proxy.admin_key import key_file, with_admin_key
         from proxy.config import load_config
         from proxy.machine import logs
-        from proxy.secrecy import hide_memory
+        from proxy.machine.secrecy import hide_memory
         from proxy.settings.extra import extra
 
     hide_memory()
@@ -65,7 +65,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _announce(admin_key: Path | None, config: ProxyConfig, url: str, said: list[str]) -> None:
-    from proxy.secrecy import without_password  # imported here to keep --help fast
+    from proxy.machine.secrecy import without_password  # imported here to keep --help fast
     from proxy.settings.extra import extra
 
     session = f"{url}/my-session" if config.sessions.auto_create else url

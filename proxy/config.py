@@ -36,8 +36,8 @@ from pydantic_settings import (
 from proxy.errors import ConfigurationError
 from proxy.extra_registry import section_type
 from proxy.machine.logs import LogKind, LogLevel
+from proxy.machine.secrecy import read_secret, shown_value, with_password, with_secret
 from proxy.records.alternatives import MAX_ALTERNATIVES
-from proxy.secrecy import read_secret, shown_value, with_password, with_secret
 from proxy.settings.hub import hub_name, model_folder
 from proxy.settings.profiles import AgentProfile
 from proxy.settings.section import Section

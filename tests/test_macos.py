@@ -108,7 +108,7 @@ from proxy.errors import ConfigurationError
 from proxy.process import listen
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
-from proxy.secrecy import hide_memory
+from proxy.machine.secrecy import hide_memory
 
 def refused(kind, words, call):
     try:

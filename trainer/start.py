@@ -21,8 +21,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from proxy.engines import vllm_platform
 from proxy.machine import logs
+from proxy.machine.secrecy import hide_memory, without_credentials
 from proxy.run_files.files import replace_file, truncate_jsonl
-from proxy.secrecy import hide_memory, without_credentials
 from proxy.settings.extra import extra
 from proxy.settings.section import Section
 from trainer.assembly import assemble

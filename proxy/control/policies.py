@@ -20,8 +20,8 @@ from proxy.control.schema import PolicyVersion, check_policy, parsed
 from proxy.control.siblings import is_from_sibling
 from proxy.errors import RequestError, SessionError, StoreError
 from proxy.http.server import read_body
-from proxy.policies import BASE
 from proxy.records import ServedPolicy
+from proxy.routing.policies import BASE
 from proxy.routing.router import Router
 from proxy.store.protocol import Store
 

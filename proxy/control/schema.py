@@ -22,7 +22,6 @@ from pydantic import (
 from proxy.engines.registry import ENGINES
 from proxy.errors import RequestError
 from proxy.http.openapi import Schema
-from proxy.policies import MAX_ADAPTER_CHARS, POLICY_NAME
 from proxy.records import (
     BranchMode,
     FinishReason,
@@ -33,6 +32,7 @@ from proxy.records import (
     SessionStatus,
     TurnStatus,
 )
+from proxy.routing.policies import MAX_ADAPTER_CHARS, POLICY_NAME
 
 M = TypeVar("M", bound=BaseModel)
 MAX_TTL_S = 10 * 365 * 86400.0

@@ -46,7 +46,7 @@ class Sampling(msgspec.Struct, frozen=True):
     trained: bool = False
     """Whether the answer may be trained. If so, no text-only engine may sample it."""
     policy: str = ""
-    """The policy that samples (`proxy.policies`); empty: the engine's own weights."""
+    """The policy that samples (`proxy.routing.policies`); empty: the engine's own weights."""
     adapter: str = ""
     """The engine's name of the adapter that samples: one version of the policy. `Generation` sets
     it for each call."""

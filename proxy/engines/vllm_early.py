@@ -20,7 +20,7 @@ from collections.abc import Mapping, Set
 
 from proxy.engines import guard
 from proxy.engines.vllm_launch import EarlyOrders
-from proxy.secrecy import LatePipe, inherited
+from proxy.machine.secrecy import LatePipe, inherited
 
 _waiting: list[EarlyServer] = []
 

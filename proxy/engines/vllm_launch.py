@@ -24,7 +24,7 @@ from proxy.engines import vllm_platform
 from proxy.engines.vllm_key import RequireKey
 from proxy.engines.vllm_nodes import HEADLESS
 from proxy.machine.command_line import importing
-from proxy.secrecy import from_pipe
+from proxy.machine.secrecy import from_pipe
 
 MODULE = "vllm.entrypoints.openai.api_server"
 """The module instead of the `vllm` command, which fails with the CPU distribution."""

@@ -32,7 +32,7 @@ from proxy.engines.vllm_nodes import ServerPart, node_environment
 from proxy.errors import ConfigurationError, EngineError
 from proxy.extra_registry import BINARY_ROUTE_SERVER
 from proxy.machine.port import http_url, loopback, usable_port
-from proxy.secrecy import inherited, pipe_with
+from proxy.machine.secrecy import inherited, pipe_with
 from proxy.settings.section import Section
 
 HEALTH_INTERVAL_S = 0.2

@@ -45,8 +45,8 @@ from msgspec import structs
 from proxy.engines.answer_check import AnswerCheck
 from proxy.engines.protocol import Chunk, Engine, Sampling, Take
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
-from proxy.policies import BASE, Policies
 from proxy.records import FinishReason, Ids, RoutedExperts, VersionSpan
+from proxy.routing.policies import BASE, Policies
 
 
 class Cause(Enum):

@@ -15,11 +15,11 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
 from secrets import token_hex
 
-from proxy.cache_room import AlwaysRoom, CacheRoom, RoomClaim
 from proxy.engines.protocol import Engine, EngineInfo
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
-from proxy.policies import Policies
 from proxy.records import ServedPolicy
+from proxy.routing.cache_room import AlwaysRoom, CacheRoom, RoomClaim
+from proxy.routing.policies import Policies
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from msgspec import structs
 
-from proxy.cache_room import RoomClaim
 from proxy.conversation.free_form import with_free_calls
 from proxy.conversation.message_keys import Key, RawKey, raw_key
 from proxy.conversation.messages import Message, dump_answer, load_answer
@@ -41,6 +40,7 @@ from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
 from proxy.rendering.stream import AnswerParser
 from proxy.rendering.whole import WholeParser
+from proxy.routing.cache_room import RoomClaim
 from proxy.routing.generation import Generation, Seam
 from proxy.sampling import as_record, resolve
 from proxy.serving.asked import Asked

@@ -18,8 +18,8 @@ import orjson
 from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, QuotaReached, SessionError, StoreError
+from proxy.machine.secrecy import without_password
 from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
-from proxy.secrecy import without_password
 from proxy.store import layout, postgres_policies, postgres_quotas, quota_rows, rows
 from proxy.store import postgres_statements as statements
 from proxy.store.postgres_browser import PostgresBrowser

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from proxy.commands.route_reference import reference
 from proxy.config import SECTIONS
 from proxy.control.door import json_answer
 from proxy.errors import RequestError
@@ -18,7 +19,6 @@ from proxy.extra import Core, Extra
 from proxy.extra_registry import EXTRAS, Registered
 from proxy.http.route import Who, route, routes_of
 from proxy.records import Turn
-from proxy.route_reference import reference
 from tests.proxy.conftest import ADMIN_KEY, StartProxy, starting_proxies
 
 BODY = {"messages": [{"role": "user", "content": "Hi."}]}
@@ -156,7 +156,7 @@ def test_the_core_alone_starts_and_refuses_sections_of_extras(checkpoint: Any) -
 
 
 def test_page_of_requests_is_up_to_date_with_their_declarations() -> None:
-    command = "python -m proxy.route_reference > docs/routes.md"
+    command = "python -m proxy.commands.route_reference > docs/routes.md"
     page = (ROOT / "docs" / "routes.md").read_text()
     assert page == reference(), f"generate it again: {command}"
     assert "| `POST /sessions/{trial_id}/rewards` | the admin key |" in page

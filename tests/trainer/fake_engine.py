@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
-from proxy.secrecy import from_pipe
+from proxy.machine.secrecy import from_pipe
 
 
 class FakeEngine:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from proxy.client import ProxyClient, ProxyClientError, patiently
-from proxy.policies import BASE
+from proxy.routing.policies import BASE
 from proxy.settings.extra import extra
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from proxy.secrecy import hide_memory
+from proxy.machine.secrecy import hide_memory
 from trainer.cluster.ranks import models_of_rank
 from trainer.learning.models import follow
 from trainer.policy.parallel import Seat

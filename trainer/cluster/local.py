@@ -23,7 +23,7 @@ import torch
 from agent_loop.processes.listening import ListeningPorts
 from proxy.engines import guard
 from proxy.engines.vllm_server import socket_folder
-from proxy.secrecy import inherited, pipe_with
+from proxy.machine.secrecy import inherited, pipe_with
 from proxy.settings.extra import extra
 from trainer.cluster.cluster import ProcessesConfig, WorkerProcess
 from trainer.cluster.device_plan import gpus_here, plan_devices

@@ -25,7 +25,7 @@ from proxy.config import ENVIRONMENT_PREFIX, ToolsConfig
 from proxy.engines import guard
 from proxy.machine.direct_hosts import with_direct_hosts
 from proxy.machine.port import free_port, http_url, usable_port
-from proxy.secrecy import LatePipe
+from proxy.machine.secrecy import LatePipe
 from proxy.settings.extra import Extra
 from trainer.errors import TrainerError
 

@@ -19,7 +19,7 @@ from proxy.errors import ConfigurationError, ProxyError
 from proxy.machine import logs
 from proxy.machine.command_line import importing
 from proxy.machine.logs import LogLevel
-from proxy.secrecy import hide_memory
+from proxy.machine.secrecy import hide_memory
 from proxy.settings.extra import extra
 from trainer.errors import ConfigError, TrainerError
 from trainer.run.folder import RunFolder

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 from proxy.errors import ConfigurationError
 from proxy.extras.relay.weights.file_system import FileSystem, file_system_errors, one_line
-from proxy.secrecy import without_credentials
+from proxy.machine.secrecy import without_credentials
 from trainer.checkpoint import MirroredCheckpoint, Saved
 from trainer.errors import CheckpointError, ConfigError
 from trainer.run.folder import RunFolder

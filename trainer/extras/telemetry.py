@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent_loop.records import Group, Rollout, RolloutStatus
 from proxy.extras.telemetry.spans import SECONDS, Telemetry, TimedSpan, plain_text, trial_context
-from proxy.secrecy import without_credentials
+from proxy.machine.secrecy import without_credentials
 from trainer.run.phases import EndedPhase
 
 if TYPE_CHECKING:

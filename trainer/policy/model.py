@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoConfig
 
-from proxy.policies import POLICY_NAME
+from proxy.routing.policies import POLICY_NAME
 from proxy.settings.extra import extra
 from trainer.errors import ConfigError
 from trainer.policy.adapter import EarlyAdapters, check_adapter

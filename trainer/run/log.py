@@ -20,9 +20,9 @@ from agent_loop.evaluator import EvalReport, bootstrap_interval, is_judged
 from agent_loop.producers.protocol import Producer, ReportsProduction
 from agent_loop.records import Group, Rollout
 from proxy.machine.logs import LogLevel
+from proxy.machine.secrecy import without_secrets
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import remove_steps_after
-from proxy.secrecy import without_secrets
 from proxy.settings.extra import extra
 from proxy.settings.section import Section
 from trainer.run.folder import RunFolder

@@ -21,7 +21,7 @@ from typing import Any
 from agent_loop.producers.protocol import Production
 from agent_loop.records import Rollout, RolloutStatus
 from proxy.http.valid_json import valid_text
-from proxy.secrecy import without_credentials
+from proxy.machine.secrecy import without_credentials
 
 KEPT_ERRORS = 5
 ERROR_CHARS = 300

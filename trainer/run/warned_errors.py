@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from proxy.secrecy import without_credentials
+from proxy.machine.secrecy import without_credentials
 from trainer.run.progress import WARNING
 
 MAX_CHARS = 400

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from proxy.secrecy import HIDDEN, is_secret, without_secrets
+from proxy.machine.secrecy import HIDDEN, is_secret, without_secrets
 from proxy.settings.yaml_file import parse_yaml, read_yaml, yaml_fault
 from trainer.errors import ConfigError
 

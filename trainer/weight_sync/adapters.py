@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import xxhash
 
-from proxy.policies import KEPT_VERSIONS, LOADED_VERSIONS
+from proxy.routing.policies import KEPT_VERSIONS, LOADED_VERSIONS
 from trainer.policy.adapter import save_adapter
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named

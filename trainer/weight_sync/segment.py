@@ -2,7 +2,7 @@
 
 The memory is a Linux memfd. A reader on the same machine opens it as `/proc/PID/fd/FD`, where PID
 is a small process that holds it, because other processes cannot access the trainer's own
-descriptors (`proxy/secrecy.py`). The holder ends with the trainer. Nothing is written to disk or
+descriptors (`machine/secrecy.py`). The holder ends with the trainer. Nothing is written to disk or
 has to be deleted, and the memory is freed even if the trainer is killed.
 
 Layout: the offset and the length of the index (8 bytes each, little-endian), then each tensor at an

@@ -24,7 +24,7 @@ from agent_loop.extras.swarm.errors import SwarmError
 from agent_loop.extras.swarm.token import DEFAULT_STATE_DIR, client_token
 from proxy.machine.command_line import PrintVersion, escape_unknown_characters
 from proxy.machine.direct_hosts import reach_directly
-from proxy.secrecy import hide_memory
+from proxy.machine.secrecy import hide_memory
 
 if TYPE_CHECKING:
     from rich.console import Console

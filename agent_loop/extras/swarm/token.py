@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from agent_loop.extras.swarm.errors import SwarmError
 from proxy.errors import ConfigurationError
 from proxy.keys import kept_key
-from proxy.secrecy import read_secret
+from proxy.machine.secrecy import read_secret
 
 TOKEN_VARIABLE = "AGENTIC_SWARM_TOKEN"
 TOKEN_FILE_VARIABLE = "AGENTIC_SWARM_TOKEN_FILE"

@@ -18,7 +18,7 @@ from agent_loop.extras.swarm.errors import SwarmError
 from agent_loop.extras.swarm.swarm import Swarm
 from agent_loop.extras.swarm.wire import EngineState
 from proxy.engines import guard
-from proxy.secrecy import from_pipe, inherited, pipe_with
+from proxy.machine.secrecy import from_pipe, inherited, pipe_with
 
 URL_VARIABLE = "AGENTIC_SWARM_URL"
 KEY_FD_VARIABLE = "AGENTIC_SWARM_TRAINER_KEY_FD"

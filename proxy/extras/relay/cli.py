@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     given = vars(_parser().parse_args(argv))
     from proxy.extras.relay.worker import WorkerRefused  # imported here to keep --help fast
     from proxy.extras.relay.worker_process import run_worker, worker_config
-    from proxy.secrecy import hide_memory
+    from proxy.machine.secrecy import hide_memory
 
     hide_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

@@ -30,8 +30,8 @@ from proxy.extras.several_processes.other_proxies import ask_others
 from proxy.http.openapi import Nothing
 from proxy.http.route import route
 from proxy.http.server import bounded_number, read_body
-from proxy.policies import BASE
 from proxy.records import ServedPolicy
+from proxy.routing.policies import BASE
 from proxy.store.protocol import Store
 
 OWN = "own"

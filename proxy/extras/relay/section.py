@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, SecretStr, model_validator
 
-from proxy.secrecy import with_secret
+from proxy.machine.secrecy import with_secret
 from proxy.settings.section import Section
 
 

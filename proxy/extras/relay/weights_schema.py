@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from proxy.extras.relay.weights.publication import check_name, version_of
 from proxy.http.openapi import Schema
-from proxy.policies import MAX_ADAPTER_CHARS
+from proxy.routing.policies import MAX_ADAPTER_CHARS
 
 PATIENCE_S = 600.0
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from proxy.secrecy import with_secret
+from proxy.machine.secrecy import with_secret
 
 
 class WorkerConfig(BaseSettings):

@@ -13,7 +13,7 @@ from proxy.errors import ConfigurationError
 from proxy.extras.relay.fingerprint import fingerprint
 from proxy.extras.relay.worker import RelayWorker
 from proxy.extras.relay.worker_config import WorkerConfig
-from proxy.secrecy import shown_value
+from proxy.machine.secrecy import shown_value
 
 SECRETS = frozenset({"token", "engine_api_key"})
 """Not on the command line, which every process of the machine can read; `--NAME-file` is."""

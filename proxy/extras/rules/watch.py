@@ -26,9 +26,9 @@ from proxy.extras.rules.rules import ActiveRule, RuleConfig, saved_rules
 from proxy.extras.rules.terms import MatchingTime
 from proxy.http.openapi import CLOSED
 from proxy.http.valid_json import valid_text
+from proxy.machine.secrecy import without_credentials
 from proxy.metrics import Metrics
 from proxy.records import Mark, RuleAction, Turn, TurnStatus
-from proxy.secrecy import without_credentials
 from proxy.store.browser import WrittenTurn
 from proxy.store.protocol import Store
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from proxy.cache_room import RoomClaim
 from proxy.extras.schedule.openings import Openings
 from proxy.extras.schedule.schedule import RoomGrant, SessionSchedule
 from proxy.extras.schedule.section import SchedulingConfig
+from proxy.routing.cache_room import RoomClaim
 
 FIRST_ANSWER_TOKENS = 256.0
 """The expected length of an answer before any has ended."""
@@ -25,7 +25,7 @@ WEIGHT = 0.05
 
 
 class CacheAdmission:
-    """Implements `proxy.cache_room.CacheRoom`. One event loop uses it."""
+    """Implements `proxy.routing.cache_room.CacheRoom`. One event loop uses it."""
 
     def __init__(
         self,

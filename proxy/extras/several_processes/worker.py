@@ -19,8 +19,8 @@ from proxy.errors import ConfigurationError
 from proxy.extras.several_processes.siblings import ProcessSiblings
 from proxy.extras.several_processes.workers import WorkerPart
 from proxy.machine import logs
+from proxy.machine.secrecy import hide_memory
 from proxy.process import listen, withdraw
-from proxy.secrecy import hide_memory
 
 
 def main() -> int:

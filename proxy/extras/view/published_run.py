@@ -24,10 +24,10 @@ from proxy.extras.view.json_lines import lines_before
 from proxy.extras.view.publishing import PublishedSummary, StepTokens
 from proxy.extras.view.run_answers import NowJson
 from proxy.http.valid_json import write_json
+from proxy.machine.secrecy import without_secrets
 from proxy.run_files.files import replace_file, truncate_jsonl
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import PLACES, VALUES, TokenSteps, remove_steps_after
-from proxy.secrecy import without_secrets
 
 MAX_RUNS = 50
 """The page asks for the state of each of them once per second."""

@@ -36,7 +36,7 @@ from proxy.extras.view.trial_filter import TrialFilter
 from proxy.extras.view.typed_fields import as_type, fitting
 from proxy.http.valid_json import read_json, valid_json
 from proxy.machine.file_lock import is_locked
-from proxy.secrecy import MAX_CHARS, flat_config
+from proxy.machine.secrecy import MAX_CHARS, flat_config
 from proxy.store import open_store
 from proxy.store.browser import Browser
 

@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from proxy.cache_room import RoomClaim
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
 from proxy.extras.schedule.admission import CacheAdmission
 from proxy.extras.schedule.section import SchedulingConfig
+from proxy.routing.cache_room import RoomClaim
 from proxy.routing.generation import Generation
 from proxy.routing.router import Router
 from proxy.testing.scripted_engine import Fault, ScriptedEngine

@@ -13,7 +13,7 @@ import pytest
 from agent_loop.producers.protocol import Production
 from agent_loop.records import Rollout, RolloutStatus, Task
 from proxy.extras.view.run_folder import NOW_BYTES, RecordedRun
-from proxy.secrecy import MAX_CHARS
+from proxy.machine.secrecy import MAX_CHARS
 from trainer.run.folder import RunFolder
 from trainer.run.log import LoggingConfig, RunLog
 from trainer.run.now import ERROR_CHARS, KEPT_ERRORS, NowFile

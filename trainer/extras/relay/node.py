@@ -30,7 +30,7 @@ from proxy.engines.vllm_server import VllmServer
 from proxy.errors import EngineError
 from proxy.extras.relay.worker import WorkerRefused
 from proxy.extras.relay.worker_process import run_worker, worker_config
-from proxy.secrecy import hide_memory
+from proxy.machine.secrecy import hide_memory
 from trainer.cluster.local_engine import LocalReplica
 from trainer.errors import ConfigError, TrainerError
 from trainer.extras.relay.order import WorkerOrder

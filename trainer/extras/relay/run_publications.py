@@ -27,7 +27,7 @@ from proxy.extras.relay.weights.publication import (
     Manifest,
     encode_manifest,
 )
-from proxy.secrecy import without_credentials
+from proxy.machine.secrecy import without_credentials
 from trainer.errors import ConfigError, WeightSyncError
 
 KEY = "engine.publish"

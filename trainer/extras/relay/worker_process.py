@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from proxy.engines import guard
-from proxy.secrecy import inherited
+from proxy.machine.secrecy import inherited
 from trainer.errors import TrainerError
 from trainer.extras.relay.order import WorkerOrder
 

@@ -24,7 +24,7 @@ from pydantic import SecretStr
 from proxy.client import ProxyClient, patiently
 from proxy.engines.vllm_server import VllmConfig
 from proxy.http.web_guard import host_of
-from proxy.secrecy import without_credentials
+from proxy.machine.secrecy import without_credentials
 from trainer.cluster.cluster import Cluster, ProcessesConfig, WorkerProcess
 from trainer.cluster.local_engine import replica_engine
 from trainer.engine import EnginesConfig

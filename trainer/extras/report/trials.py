@@ -18,7 +18,7 @@ from agent_loop.records import RolloutStatus
 from proxy.extras.view.json_lines import every_line
 from proxy.extras.view.run_answers import EvaluationJson
 from proxy.extras.view.run_folder import trial_fields
-from proxy.secrecy import without_credentials
+from proxy.machine.secrecy import without_credentials
 from trainer.extras.report.series import is_number
 
 MAX_CAUSES = 20

@@ -8,7 +8,7 @@ from typing import Any
 
 from agent_loop.records import RolloutStatus
 from proxy.extras.view.bounded import cut
-from proxy.secrecy import without_credentials
+from proxy.machine.secrecy import without_credentials
 from trainer.extras.report.series import SeenMetrics
 from trainer.extras.report.trials import SeenTrials
 

@@ -23,7 +23,7 @@ from proxy.extras.relay.weights.publication import (
     Manifest,
 )
 from proxy.extras.relay.weights.published_files import PublishedFiles
-from proxy.policies import KEPT_VERSIONS, LOADED_VERSIONS
+from proxy.routing.policies import KEPT_VERSIONS, LOADED_VERSIONS
 
 
 def adapter_digest(sha256: str, config: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 
 from proxy.errors import ConfigurationError
-from proxy.secrecy import without_credentials
+from proxy.machine.secrecy import without_credentials
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"}
 """Protocols without folders. s3fs would create a missing bucket instead of a folder."""

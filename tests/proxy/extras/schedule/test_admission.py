@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from proxy.cache_room import RoomClaim
 from proxy.extras.schedule.admission import CacheAdmission
 from proxy.extras.schedule.section import SchedulingConfig
+from proxy.routing.cache_room import RoomClaim
 from tests.agent_loop.virtual_time import run_in_virtual_time
 
 MAX_WAIT_S = 50.0

@@ -13,7 +13,7 @@ from proxy import cli
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
 from proxy.extras.relay.worker_process import worker_config
-from proxy.secrecy import with_password, without_password
+from proxy.machine.secrecy import with_password, without_password
 
 
 def test_relay_token_and_engine_key_are_read_from_files(tmp_path: Path) -> None:

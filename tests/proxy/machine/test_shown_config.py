@@ -14,7 +14,7 @@ from proxy.config import load_config
 from proxy.errors import ConfigurationError
 from proxy.extras.relay.worker_process import worker_config
 from proxy.extras.view.run_folder import RecordedRun
-from proxy.secrecy import (
+from proxy.machine.secrecy import (
     flat_config,
     is_secret,
     without_credentials,

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import pytest
 
 from harbor_sdk.server import guard as harbor_guard
-from proxy import secrecy
-from proxy.secrecy import from_pipe, inherited, pipe_with
+from proxy.machine import secrecy
+from proxy.machine.secrecy import from_pipe, inherited, pipe_with
 
 SECRET = "a secret that is longer than a pipe holds; " * 4000
 READER = """
 import sys
-from proxy.secrecy import from_pipe
+from proxy.machine.secrecy import from_pipe
 print(len(from_pipe(int(sys.argv[1]))))
 """
 NOBODY = 65534

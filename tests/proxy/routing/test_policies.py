@@ -16,9 +16,9 @@ from proxy.engines.protocol import Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
 from proxy.extras.engines.sglang import SglangEngine
-from proxy.policies import Policies
 from proxy.records import ServedPolicy, VersionSpan
 from proxy.routing.generation import Cause, Generation, Seam
+from proxy.routing.policies import Policies
 from proxy.routing.router import Router
 from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from tests.proxy.pushed import pieces_of
