@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proxy.records import Ids, Logprobs, Session, Turn
-from proxy.token_tree.expert_rows import Routing
+from proxy.records.expert_rows import Routing
 from proxy.wall import Wall
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from agent_loop.errors import TrajectoryError
 from agent_loop.records import Mask, Segment, Trajectory
 from proxy.errors import ProxyError
 from proxy.records import Ids, Logprobs, Turn
-from proxy.token_tree.expert_rows import Routing, joined, routing_of
+from proxy.records.expert_rows import Routing, joined, routing_of
 
 
 def build_segments(

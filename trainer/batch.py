@@ -27,7 +27,7 @@ from torch import Tensor
 from agent_loop.records import Group, Rollout, Segment, Trajectory
 from agent_loop.trajectory import flatten
 from proxy.records import Ids
-from proxy.token_tree.expert_rows import Routing
+from proxy.records.expert_rows import Routing
 from trainer.errors import TrainingError
 
 Column = npt.NDArray[Any]

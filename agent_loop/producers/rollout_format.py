@@ -12,7 +12,7 @@ import numpy as np
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from proxy.records import routed_experts
-from proxy.token_tree.expert_rows import Routing
+from proxy.records.expert_rows import Routing
 
 FORMAT = 1
 """Number of the format, increased when a field changes its meaning; other numbers are refused."""

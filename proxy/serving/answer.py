@@ -47,7 +47,7 @@ from proxy.serving.asked import Asked
 from proxy.serving.backend import Backend
 from proxy.serving.sessions import LiveSession
 from proxy.serving.text_tokens import TextTokens
-from proxy.token_tree import Placement
+from proxy.token_tree.tree import Placement
 from proxy.wire.dialect import Outcome, Piece, SampledToken
 
 WAIT_SHARE = 0.1

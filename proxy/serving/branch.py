@@ -37,7 +37,7 @@ from proxy.serving.forced_call import place_call
 from proxy.serving.retries import Replay, RetryBook, in_another_form
 from proxy.settings.profiles import AgentProfile
 from proxy.store.protocol import Store, Undelivered
-from proxy.token_tree import Node, TokenTree
+from proxy.token_tree.tree import Node, TokenTree
 from proxy.wire.dialect import Outcome
 
 ANSWERED = (TurnStatus.DONE, TurnStatus.CONTEXT)

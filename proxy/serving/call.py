@@ -73,7 +73,7 @@ from proxy.serving.provider_tools import joined as joined_answers
 from proxy.serving.retries import Replay
 from proxy.serving.sessions import LiveSession
 from proxy.store.protocol import TurnConflict
-from proxy.token_tree import Placement
+from proxy.token_tree.tree import Placement
 from proxy.wire.dialect import Outcome, Piece
 from proxy.wire.web_search import is_error
 

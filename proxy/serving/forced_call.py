@@ -16,7 +16,7 @@ from proxy.conversation import ConversationKey
 from proxy.records import FinishReason, ForkCause, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.serving.asked import Asked, required_tool
-from proxy.token_tree import Node, Placement, TokenTree
+from proxy.token_tree.tree import Node, Placement, TokenTree
 from proxy.wire.dialect import Outcome
 
 

@@ -31,7 +31,7 @@ import msgspec
 from proxy.records import TurnStatus
 from proxy.serving.asked import Asked
 from proxy.serving.forced_call import calls_after
-from proxy.token_tree import Node, TokenTree
+from proxy.token_tree.tree import Node, TokenTree
 from proxy.wire.dialect import Outcome
 
 

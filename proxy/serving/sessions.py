@@ -42,7 +42,7 @@ from proxy.serving.retries import RetryBook
 from proxy.serving.returned_calls import ReturnedCalls
 from proxy.settings.profiles import AgentProfile, Profiles
 from proxy.store.protocol import Store, Undelivered
-from proxy.token_tree import TokenTree
+from proxy.token_tree.tree import TokenTree
 from proxy.wire.fields import Note
 
 MAX_ID_CHARS = 256

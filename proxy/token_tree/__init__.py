@@ -3,8 +3,3 @@
 `tree` places requests, `fork_cause` compares an assistant's message with the recorded answers, and
 `paths` assembles a turn's tokens from those that each turn on its path added.
 """
-
-from proxy.token_tree.paths import common_prefix
-from proxy.token_tree.tree import Node, Placement, TokenTree
-
-__all__ = ["Node", "Placement", "TokenTree", "common_prefix"]

@@ -13,7 +13,7 @@ from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from harbor_sdk import AgentRun
 from proxy.client import SessionHandle
 from proxy.records import FinishReason, TurnStatus
-from proxy.token_tree import TokenTree
+from proxy.token_tree.tree import TokenTree
 from tests.e2e.harbor_server import HarborServer, harbor_server, needs_harbor
 from tests.harbor_sdk.harbor_tasks import write_task
 from tests.needs import needs

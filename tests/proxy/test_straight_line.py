@@ -9,7 +9,7 @@ import orjson
 
 from proxy.records import FinishReason, SessionKind, TurnStatus
 from proxy.testing.scripted_engine import scripted_logprob
-from proxy.token_tree import TokenTree
+from proxy.token_tree.tree import TokenTree
 from tests.proxy.conftest import RunningProxy
 
 CHAT = "chat/completions"

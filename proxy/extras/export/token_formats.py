@@ -14,8 +14,8 @@ import numpy as np
 
 from proxy.extras.export.protocol import Row, Sample
 from proxy.records import Turn
+from proxy.records.expert_rows import Routing, routing_along, routing_of
 from proxy.records.routed_experts import dump_text
-from proxy.token_tree.expert_rows import Routing, routing_along, routing_of
 from proxy.token_tree.sampled_paths import SampledPath, sampled_paths
 
 UNTRAINED = -100

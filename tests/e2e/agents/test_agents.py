@@ -25,7 +25,7 @@ from agent_loop.trial.config import SamplingConfig, TrialConfig
 from proxy.client import ProxyClient
 from proxy.records import Origin, SessionKind
 from proxy.testing.scripted_engine import text_script
-from proxy.token_tree import common_prefix
+from proxy.token_tree.paths import common_prefix
 from tests.e2e.agents.model import COMMANDS, play
 from tests.needs import needs
 from tests.proxy.conftest import RunningProxy, StartProxy

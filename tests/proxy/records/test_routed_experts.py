@@ -22,7 +22,7 @@ from proxy.routing.generation import Generation
 from proxy.routing.router import Router
 from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from proxy.testing.scripted_wires import scripted_experts
-from proxy.token_tree import TokenTree
+from proxy.token_tree.tree import TokenTree
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.pushed import pieces_of
 

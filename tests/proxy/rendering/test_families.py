@@ -28,7 +28,7 @@ from proxy.rendering.families import FAMILIES as KNOWN
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import RecentTexts, StandIns, Tokenizer, load_tokenizer
-from proxy.token_tree import common_prefix
+from proxy.token_tree.paths import common_prefix
 from tests.proxy.checkpoint import write_checkpoint
 from tests.proxy.rendering.harmony import SPECIAL, HarmonyTokenizer
 from tests.proxy.rendering.test_stream import put_together, without_ids

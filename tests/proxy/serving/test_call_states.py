@@ -38,7 +38,7 @@ from proxy.serving.sessions import LiveSession, Sessions
 from proxy.settings.profiles import Profiles
 from proxy.store.protocol import Undelivered
 from proxy.store.sqlite import SqliteStore
-from proxy.token_tree import TokenTree
+from proxy.token_tree.tree import TokenTree
 from proxy.wire.dialect import Call, ForcedCall, Options
 from tests.proxy.serving.faulty_parts import CrashError, FaultKind, GatedEngine, Gates, faulty
 

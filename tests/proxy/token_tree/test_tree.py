@@ -22,7 +22,8 @@ from proxy.conversation.messages import (
 )
 from proxy.records import FinishReason, ForkCause, Turn, TurnStatus, VersionSpan
 from proxy.rendering.rendering import Rendering
-from proxy.token_tree import Placement, TokenTree, common_prefix
+from proxy.token_tree.paths import common_prefix
+from proxy.token_tree.tree import Placement, TokenTree
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "shell", "parameters": {}}}
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'

@@ -11,7 +11,7 @@ import pytest
 from proxy.conversation.message_keys import KnownKeys
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import Tokenizer
-from proxy.token_tree import TokenTree
+from proxy.token_tree.tree import TokenTree
 from proxy.wire.chat import ChatDialect
 
 CONTEXT_TOKENS = 300

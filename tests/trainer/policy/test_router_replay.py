@@ -16,7 +16,7 @@ from torch.nn.functional import linear, log_softmax
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from proxy.records import Ids
-from proxy.token_tree.expert_rows import Routing
+from proxy.records.expert_rows import Routing
 from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.test_policy import backward, gradients, make_batch, weighted_sum
 from trainer.batch import Batch

@@ -19,7 +19,7 @@ from proxy.extras.view.turn_tokens import TurnTokens, turn_tokens
 from proxy.records import EMPTY_IDS, Ids, Turn
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.browser import Browser, TurnHead
-from proxy.token_tree import common_prefix
+from proxy.token_tree.paths import common_prefix
 from trainer.extras.report.trials import Trial
 from trainer.run.metrics import Transcript
 

@@ -14,7 +14,7 @@ from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from agent_loop.trajectory import build_segments, flatten
 from proxy.errors import ProxyError
 from proxy.records import Ids, RoutedExperts, Turn
-from proxy.token_tree.expert_rows import routing_of
+from proxy.records.expert_rows import routing_of
 from tests.agent_loop.recorded import full_path, token_trees, turn
 
 
