@@ -406,8 +406,9 @@ async def test_misbehaving_agents_leak_no_processes_descriptors_sessions_or_dire
 ) -> None:
     """Concurrent trials with agents that hang, crash, make no call, have a broken verifier, or are
     cancelled."""
-    rewards = Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", NAN)))
-    launcher = CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.1))
+    mark = str(trials)  # in the command line of every process of these trials
+    rewards = Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", NAN, mark)))
+    launcher = CommandLauncher(CommandConfig(argv=(*AGENT, mark), grace_s=0.1))
     config = TrialConfig(timeout_s=3.0, max_retries=0)
     loop = RemoteAgentLoop(proxy.control, launcher, rewards, trials, trial=config)
 
@@ -415,21 +416,24 @@ async def test_misbehaving_agents_leak_no_processes_descriptors_sessions_or_dire
         data = {"prompt": "Say hello.", **task}
         return await loop.run(Task("bad", data), kind=SessionKind.TRAIN)
 
-    await bad()  # opens the servers and connections that stay open
-    before = pipes()
-    cancelled = asyncio.ensure_future(bad(hang=True))
-    rollouts = await asyncio.gather(
-        bad(hang=True), bad(turns=0), bad(exit_code=3), bad(), bad(turns=2, hang=True)
-    )
-    cancelled.cancel()
-    await asyncio.wait([cancelled])
-    assert {rollout.status for rollout in rollouts} == {RolloutStatus.FAILED}
-    assert pipes() == before
-    assert not list(trials.glob("*/work"))
-    sessions = await proxy.control.list_sessions()
-    assert {session["status"] for session in sessions} == {"completed"}
-    assert running("small_agent") == []
-    await loop.close()
+    try:
+        await bad()  # opens the servers and connections that stay open
+        before = pipes()
+        cancelled = asyncio.ensure_future(bad(hang=True))
+        await until(lambda: bool(running(mark)))
+        rollouts = await asyncio.gather(
+            bad(hang=True), bad(turns=0), bad(exit_code=3), bad(), bad(turns=2, hang=True)
+        )
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        assert {rollout.status for rollout in rollouts} == {RolloutStatus.FAILED}
+        assert pipes() == before
+        assert not list(trials.glob("*/work"))
+        sessions = await proxy.control.list_sessions()
+        assert {session["status"] for session in sessions} == {"completed"}
+        assert running(mark) == []
+    finally:
+        await loop.close()
 
 
 def pipes() -> int:
@@ -442,13 +446,13 @@ def pipes() -> int:
     return sum(link.startswith(("pipe:", "/memfd:")) for link in links)
 
 
-def running(name: str) -> list[str]:
-    """Command lines on this machine that contain `name`, without pytest's own."""
+def running(mark: str) -> list[str]:
+    """The command lines that contain `mark`, which only processes of one test have."""
     lines = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if name in line and str(Path(__file__).parent) in line and "pytest" not in line:
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if mark in line:
                 lines.append(line)
     return lines
 

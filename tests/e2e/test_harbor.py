@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -108,26 +109,28 @@ async def test_task_of_several_steps_reports_each_step(
 
 
 async def test_cancelling_ends_trial_and_sandbox(client: AgentRunClient, tmp_path: Path) -> None:
-    run = await _begun(client, tmp_path)
-    assert _sleepers() == 1
+    seconds = _seconds()
+    run = await _begun(client, tmp_path, seconds)
+    assert _sleepers(seconds) == 1
     assert (await client.cancel(run.run_id)).status is RunStatus.CANCELLED
-    assert _sleepers() == 0
+    assert _sleepers(seconds) == 0
 
 
 async def test_killed_server_leaves_nothing_running_and_reports_lost_runs(
     tmp_path: Path,
 ) -> None:
+    seconds = _seconds()
     with harbor_server(tmp_path / "state") as server:
         async with AgentRunClient(server.url) as client:
             done = await _run(client, write_task(tmp_path, "two"))
-            run = await _begun(client, tmp_path)
-            assert _sleepers() == 1
+            run = await _begun(client, tmp_path, seconds)
+            assert _sleepers(seconds) == 1
             server.kill()
     with harbor_server(tmp_path / "state") as server:
         async with AgentRunClient(server.url) as client:
             assert (await client.get(run.run_id)).status is RunStatus.LOST
             assert (await client.get(done.run_id)).rewards == {"reward": 1.0, "files": 3.0}
-    assert _sleepers() == 0
+    assert _sleepers(seconds) == 0
 
 
 _LOCAL = """
@@ -160,10 +163,15 @@ def test_local_trial_runs_in_the_launchers_process(tmp_path: Path) -> None:
     assert done.stdout == "exited 1.0 {'reward': 1.0, 'files': 3.0}\n", done.stderr
 
 
-async def _begun(client: AgentRunClient, folder: Path) -> AgentRun:
+def _seconds() -> str:
+    """How long the agent of one test sleeps: by this its process is known among those of others."""
+    return f"4321.{secrets.randbelow(10**9):09}"
+
+
+async def _begun(client: AgentRunClient, folder: Path, seconds: str) -> AgentRun:
     """A run whose agent is in the middle of its work."""
     asleep = "until grep -q sleep /proc/$!/comm; do :; done"
-    solve = f"sleep 4321 & {asleep}; touch /logs/agent/begun; wait\n"
+    solve = f"sleep {seconds} & {asleep}; touch /logs/agent/begun; wait\n"
     task = write_task(folder, "endless", solve=solve, agent_timeout_s=2000)
     run = await client.submit(AgentRunRequest(), task=task)
     async with asyncio.timeout(WAIT_S):
@@ -172,12 +180,12 @@ async def _begun(client: AgentRunClient, folder: Path) -> AgentRun:
     return run
 
 
-def _sleepers() -> int:
-    """Processes of the machine that run that task's `sleep`."""
+def _sleepers(seconds: str) -> int:
+    """Number of processes that run that task's `sleep`."""
     count = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            count += path.read_bytes() == b"sleep\x004321\x00"
+            count += path.read_bytes() == f"sleep\0{seconds}\0".encode()
         except OSError:
             continue
     return count
