@@ -298,6 +298,9 @@ class Rollout:
     logs: str | None = None
     """Folder with the agent's output."""
     seed: int = 0
+    stale_turns: Mapping[int, int] = field(default_factory=dict)
+    """Turn index → number of its sampled tokens that are too old to be trained, and are context
+    now. Their turns are still compared with those of the other rollouts."""
     prefix: str = ""
     """The recorded turns with which it began and which it does not train, as `SESSION@TURNS`.
     Rollouts of a group share a baseline only if they have the same prefix; empty: none."""
@@ -305,11 +308,18 @@ class Rollout:
     @property
     def trainable(self) -> bool:
         """Whether it has a reward and a token to train."""
-        return (
-            self.status in (RolloutStatus.DONE, RolloutStatus.TRUNCATED)
-            and self.reward is not None
-            and any(segment.mask.any() for segment in self.segments)
-        )
+        return self._is_judged and any(segment.mask.any() for segment in self.segments)
+
+    @property
+    def compared(self) -> bool:
+        """Whether it counts for the baseline of its group: it has a reward, and a token to train or
+        one that is only too old for it."""
+        return self.trainable or (self._is_judged and bool(self.stale_turns))
+
+    @property
+    def _is_judged(self) -> bool:
+        ended = self.status in (RolloutStatus.DONE, RolloutStatus.TRUNCATED)
+        return ended and self.reward is not None
 
     @property
     def sampled_tokens(self) -> int:

@@ -2,7 +2,8 @@
 
 Invariant: a token that is to be trained has exactly one entry in the columns, even if several paths
 share it, and no other token has an entry. Every loss, weight and statistic is a function of these
-columns; no masks are needed.
+columns; no masks are needed. Only what rewards are compared with also counts turns that are too old
+to be trained (`stale`).
 
 Shapes: `G` groups, `R` rollouts, `S` sequences (one per trajectory), `N` trained tokens.
 
@@ -59,6 +60,23 @@ class RowPlan:
     also those of other ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class StaleTurns:
+    """Turns with tokens that are too old to be trained: `K` of them, with what their tokens would
+    have in the columns of the batch. Example: StaleTurns([1], [0], [12], [1.0], [1.0])"""
+
+    rollout: Tensor
+    """`[K]` int64, index of the turn's rollout."""
+    turns: Tensor
+    """`[K]` int64, index of the turn within its session."""
+    tokens: Tensor
+    """`[K]` int64, number of its tokens that are too old."""
+    returns: Tensor
+    """`[K]` float32, the return that the turn is credited with."""
+    shares: Tensor
+    """`[K]` float32, the share of the trial's reward in that return."""
+
+
 @dataclass(slots=True)
 class Batch:
     """The trained tokens of `R` rollouts.
@@ -85,7 +103,8 @@ class Batch:
     sequences: tuple[Ids, ...]
     """`[S]` arrays of token ids: the whole sequences, both prompt and sampled tokens."""
     sequence_rollout: Tensor
-    """`[S]` int64, index of the sequence's rollout."""
+    """`[S]` int64, index of the sequence's rollout. A rollout without a sequence is not trained;
+    others are compared with it."""
 
     sequence: Tensor
     """`[N]` int64, index of the token's sequence; ascending, so that a sequence is a slice."""
@@ -103,6 +122,8 @@ class Batch:
     """`[N]` float32, the return that the token's turn is credited with; by default the reward."""
     shares: Tensor
     """`[N]` float32, the share of `trial_rewards` in that return: 1 without a discount."""
+    stale: StaleTurns | None = None
+    """The turns with tokens that are too old; None: there are none, or the batch is a part."""
     prefixes: tuple[str, ...] = ()
     """`[R]`, the recorded turns with which each rollout began, as `Rollout.prefix`; empty: no
     rollout did."""
@@ -135,7 +156,7 @@ class Batch:
 
     @property
     def num_rollouts(self) -> int:
-        """Number of trained rollouts, `R`."""
+        """Number of rollouts that are trained or compared with those, `R`."""
         return len(self.trial_ids)
 
     @property
@@ -157,6 +178,13 @@ class Batch:
     def rollout_tokens(self) -> Tensor:
         """`[R]` float32, number of trained tokens of each rollout."""
         return torch.bincount(self.rollout, minlength=self.num_rollouts).float()
+
+    @property
+    def sampled_tokens(self) -> Tensor:
+        """`[R]` float32, number of tokens of each rollout that are trained or too old for it."""
+        if self.stale is None:
+            return self.rollout_tokens
+        return self.rollout_tokens.index_add(0, self.stale.rollout, self.stale.tokens.float())
 
     def name(self, token: int) -> str:
         """The trial and the turn of the trained token with index `token`, for error messages."""
@@ -192,12 +220,13 @@ def trained_batch(groups: Sequence[Group]) -> Batch:
 
 
 def build_batch(groups: Sequence[Group]) -> Batch:
-    """The trained tokens of all trainable rollouts of `groups`; other rollouts are left out.
+    """The trained tokens of all rollouts of `groups` that are trainable or compared with them;
+    other rollouts are left out.
 
     Raises ValueError for a rollout whose records are inconsistent (a log-probability that is not
     finite, arrays of different lengths, a trained token without a token before it).
     """
-    rollouts = [(g, r) for g, group in enumerate(groups) for r in group.rollouts if r.trainable]
+    rollouts = [(g, r) for g, group in enumerate(groups) for r in group.rollouts if r.compared]
     for _, rollout in rollouts:
         for index, segment in enumerate(rollout.segments):
             _check(rollout, index, segment)
@@ -245,7 +274,26 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
         logprobs=_float(logprob),
         returns=_float(returns),
         shares=_float(shares),
+        stale=_stale_turns([rollout for _, rollout in rollouts]),
     )
+
+
+def _stale_turns(rollouts: Sequence[Rollout]) -> StaleTurns | None:
+    rows = [
+        (
+            index,
+            turn,
+            count,
+            rollout.turn_returns.get(turn, rollout.reward),
+            rollout.turn_shares.get(turn, 1.0),
+        )
+        for index, rollout in enumerate(rollouts)
+        for turn, count in sorted(rollout.stale_turns.items())
+    ]
+    if not rows:
+        return None
+    rollout, turns, tokens, returns, shares = zip(*rows, strict=True)
+    return StaleTurns(_int(rollout), _int(turns), _int(tokens), _float(returns), _float(shares))
 
 
 def _sequences(rollout: Rollout) -> Iterator[tuple[Trajectory, tuple[Column, ...]]]:
@@ -333,6 +381,7 @@ def part_of(batch: Batch, sequences: Iterable[int]) -> BatchPart:
             trial_ids=_chosen(batch.trial_ids, rollouts),
             prefixes=_chosen(batch.prefixes, rollouts),
             sources=_chosen(batch.sources, rollouts),
+            stale=None,
             group=batch.group[rollouts],
             rewards=batch.rewards[rollouts],
             trial_rewards=batch.trial_rewards[rollouts],

@@ -67,6 +67,7 @@ _PLAIN = (
     *("trial_id", "reward", "num_turns", "started_version", "error", "logs", "seed", "prefix"),
     *("started_at", "reward_of_turns"),
     *("reward_parts", "forks", "times_s", "metrics", "turn_shares", "turn_policies"),
+    "stale_turns",
     "turn_calls",
 )
 """Names of the rollout's fields that msgpack encodes without a conversion."""

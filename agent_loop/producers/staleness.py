@@ -2,11 +2,13 @@
 
 Invariant: staleness (the trainer's version minus the oldest version that sampled a trained token)
 is at most `max_staleness` in every batch that the trainer gets: an older group is dropped, or its
-stale tokens become context that is not trained.
+stale tokens become context that is not trained. Such tokens still count for what the others are
+compared with: the advantages of the tokens that are left do not depend on which others are stale.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from agent_loop.producers.groups import is_large_enough
@@ -44,10 +46,11 @@ def _without_stale_tokens(group: Group, oldest_allowed: int) -> Group:
     """The group, with tokens of versions before `oldest_allowed` as context that is not trained."""
 
     def fresh(rollout: Rollout) -> Rollout:
-        segments = tuple(
-            segment.training_only(segment.versions >= oldest_allowed)
-            for segment in rollout.segments
-        )
-        return replace(rollout, segments=segments)
+        segments, stale = [], Counter(rollout.stale_turns)
+        for segment in rollout.segments:
+            is_fresh = segment.versions >= oldest_allowed
+            stale.update(segment.turns[segment.mask & ~is_fresh].tolist())
+            segments.append(segment.training_only(is_fresh))
+        return replace(rollout, segments=tuple(segments), stale_turns=dict(stale))
 
     return replace(group, rollouts=tuple(map(fresh, group.rollouts)))

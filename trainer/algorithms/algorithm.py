@@ -95,9 +95,10 @@ class Algorithm:
         returns = Returns.of(
             *(batch, shaped, of_trials, kl_rewards),
             shaped_turns=self.config.reward.shaped_turns,
-            trained=self._is_trained(batch),
+            trained=self._is_trained(batch) & (batch.rollout_tokens > 0),
         )
         advantages, targets = self.config.advantage.estimate(returns)
+        advantages = advantages[: batch.num_tokens]  # without those that are too old
         _check_finite(batch, advantages, f"the advantage {self.config.advantage.name}")
         batch.advantages = advantages.float()
         batch.value_targets = None if targets is None else targets.float()
@@ -237,7 +238,7 @@ class Algorithm:
         of_trials = shaping.shaped(batch.trial_rewards.double())
         if shaping.overlong is None:
             return shaped, of_trials, {}
-        penalty = shaping.overlong.penalty(batch.rollout_tokens.double())
+        penalty = shaping.overlong.penalty(batch.sampled_tokens.double())
         metrics = {"reward/overlong_penalty": float(penalty.mean())}
         return shaped + penalty, of_trials + penalty, metrics
 

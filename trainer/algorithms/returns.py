@@ -1,7 +1,8 @@
 """The returns of the tokens of a batch, and how returns are compared within a group.
 
 Invariant: returns are compared by rollout, never by row, turn or token, so that a rollout that
-forks weighs no more than one that does not. The difference from the baseline is exactly 0 if the
+forks weighs no more than one that does not; tokens that are too old to be trained count as the
+others do. The difference from the baseline is exactly 0 if the
 returns are equal up to the rounding of float32, and in a group of one rollout.
 
 The return of a token is
@@ -24,7 +25,8 @@ baseline, computed from the same term of the other rollouts:
   assignment (arXiv 2505.11821). A term without a counterpart in another rollout equals its own
   baseline.
 
-Shapes: `R` rollouts, `N` trained tokens. Statistics are computed in float64.
+Shapes: `R` rollouts, `N` tokens: the trained ones, then those that are too old for it. Statistics
+are computed in float64.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Returns:
     group: Tensor
     """`[R]` int64, index of the rollout's group."""
     tokens: Tensor
-    """`[R]` float64, number of trained tokens of the rollout."""
+    """`[R]` float64, number of tokens of the rollout."""
     rollout: Tensor
     """`[N]` int64, index of the token's rollout."""
     sequence: Tensor
@@ -76,7 +78,10 @@ class Returns:
     kl_rewards: Tensor
     """`[N]` float64, `-β KL` of each token; 0 if the divergence is not in the reward."""
     values: Tensor | None = None
-    """`[N]` float32, the critic's values; None without a critic."""
+    """`[N]` float32, the critic's values; None without a critic. With one, nothing is compared, and
+    the tokens are the trained ones."""
+    stale_tokens: int = 0
+    """How many of the tokens, at the end, are too old to be trained. Their KL is not known."""
     prefixes: tuple[str, ...] = ()
     """`[R]`, as in `Batch`."""
     trial_ids: tuple[str, ...] = ()
@@ -99,7 +104,18 @@ class Returns:
         """The returns of a batch with these shaped rewards, both `[R]`. `shaped_turns` shapes the
         rewards of single turns, `[N]` → `[N]`; `trained` is `[R]` bool, None: all are."""
         share, credited = batch.shares.double(), batch.returns.double()
-        reached = share * batch.trial_rewards.double()[batch.rollout]
+        rollout, sequence, turns = batch.rollout, batch.sequence, batch.turns
+        kl_rewards = torch.zeros_like(share) if kl_rewards is None else kl_rewards.double()
+        stale = batch.stale if batch.values is None else None
+        if stale is not None:
+            row = torch.arange(len(stale.tokens)).repeat_interleave(stale.tokens)
+            share = torch.cat([share, stale.shares.double()[row]])
+            credited = torch.cat([credited, stale.returns.double()[row]])
+            rollout = torch.cat([rollout, stale.rollout[row]])
+            sequence = torch.cat([sequence, len(batch.sequences) + row])
+            turns = torch.cat([turns, stale.turns[row]])
+            kl_rewards = torch.cat([kl_rewards, kl_rewards.new_zeros(len(row))])
+        reached = share * batch.trial_rewards.double()[rollout]
         rounding = REWARD_ROUNDING * torch.maximum(credited.abs(), reached.abs())
         extra = credited - reached
         extra = extra.masked_fill(extra.abs() <= rounding, 0.0)
@@ -107,14 +123,15 @@ class Returns:
             rewards=rewards.double(),
             trial_rewards=trial_rewards.double(),
             group=batch.group,
-            tokens=batch.rollout_tokens.double(),
-            rollout=batch.rollout,
-            sequence=batch.sequence,
-            turns=batch.turns,
+            tokens=torch.bincount(rollout, minlength=batch.num_rollouts).double(),
+            rollout=rollout,
+            sequence=sequence,
+            turns=turns,
             share=share,
             extra=extra if shaped_turns is None else shaped_turns(extra),
-            kl_rewards=torch.zeros_like(share) if kl_rewards is None else kl_rewards.double(),
+            kl_rewards=kl_rewards,
             values=batch.values,
+            stale_tokens=0 if stale is None else int(stale.tokens.sum()),
             prefixes=batch.prefixes,
             trial_ids=batch.trial_ids,
             trained=trained,
@@ -154,15 +171,19 @@ class Returns:
         rewards = centre(self.trial_rewards, by, self.tokens, baseline)
         result = self.share * rewards[self.rollout]
         if self.extra.any():
-            result = result + self._centred_units(self.extra, self.turns, by, baseline)
+            result = result + self._centred_units(
+                self.extra, self.rollout, self.turns, by, baseline
+            )
         if self.kl_rewards.any():
-            to_go = reward_to_go(self.kl_rewards, self.sequence)
-            result = result + self._centred_units(to_go, torch.arange(len(to_go)), by, baseline)
+            count = len(self.kl_rewards) - self.stale_tokens
+            to_go = reward_to_go(self.kl_rewards[:count], self.sequence[:count])
+            units = self.rollout[:count], torch.arange(count)
+            result[:count] += self._centred_units(to_go, *units, by, baseline)
         return result
 
     def turns_differ(self, by: Tensor) -> Tensor:
         """`[R]` bool: whether rewards of turns that `centred` compares within `by` `[R]` differ."""
-        apart = self._centred_units(self.extra, self.turns, by, _no_baseline)
+        apart = self._centred_units(self.extra, self.rollout, self.turns, by, _no_baseline)
         largest = torch.zeros_like(self.rewards)
         largest = largest.scatter_reduce(0, self.rollout, apart, "amax")
         return group_max(largest, by) > 0
@@ -192,11 +213,12 @@ class Returns:
         return torch.where(scale > 0, centred / scale, torch.zeros_like(centred))
 
     def _centred_units(
-        self, column: Tensor, unit: Tensor, by: Tensor, baseline: Baseline
+        self, column: Tensor, rollout: Tensor, unit: Tensor, by: Tensor, baseline: Baseline
     ) -> Tensor:
-        """`[N]`: `column` minus its baseline. A unit (a turn or a token) is compared with the units
-        of the group that are followed by the same number of units in their rollout."""
-        key, index = torch.unique(self.rollout * (int(unit.max()) + 1) + unit, return_inverse=True)
+        """`column` minus its baseline, for tokens of these rollouts and units. A unit (a turn or a
+        token) is compared with the units of the group that are followed by the same number of units
+        in their rollout."""
+        key, index = torch.unique(rollout * (int(unit.max()) + 1) + unit, return_inverse=True)
         owner = key // (int(unit.max()) + 1)
         ends = torch.bincount(owner, minlength=len(self.rewards)).cumsum(0)
         to_go = ends[owner] - 1 - torch.arange(len(owner))

@@ -46,7 +46,8 @@ def of_policies(metrics: Mapping[str, Metrics]) -> Metrics:
 
 def share_metrics(batch: Batch) -> Metrics:
     """What a policy has of the trials of a step: their number and their mean reward."""
+    trained = batch.rollout_tokens > 0
     return {
-        "rollout/trials": float(batch.num_rollouts),
-        "reward/mean": float(batch.rewards.mean()),
+        "rollout/trials": float(trained.sum()),
+        "reward/mean": float(batch.rewards[trained].mean()),
     }

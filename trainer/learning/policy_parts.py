@@ -27,4 +27,5 @@ def parts_of(groups: Sequence[Group], policy: str) -> list[Group]:
 def _part(rollout: Rollout, policy: str) -> Rollout:
     own = [turn for turn, name in rollout.turn_policies.items() if name == policy]
     restricted = (each.training_only(np.isin(each.turns, own)) for each in rollout.segments)
-    return replace(rollout, segments=prune(list(restricted)))
+    stale = {turn: count for turn, count in rollout.stale_turns.items() if turn in own}
+    return replace(rollout, segments=prune(list(restricted)), stale_turns=stale)

@@ -31,6 +31,7 @@ def test_decoded_group_equals_the_encoded_one(
         reward_parts={"a": 0.5},
         turn_returns=data.draw(st.dictionaries(st.integers(0, 9), numbers)),
         turn_shares=data.draw(st.dictionaries(st.integers(0, 9), numbers)),
+        stale_turns=data.draw(st.dictionaries(st.integers(0, 9), st.integers(1, 99))),
         truncated_turns=(1, 2),
         num_turns=len(turns),
         forks={"edited": 2},

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.producers.staleness import fresh_part
+from agent_loop.records import Group, Rollout, Task
 from tests.trainer.algorithms.test_advantages import batch_of, trial
 from tests.trainer.algorithms.test_turn_rewards import trial as trial_of_turns
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.presets import PRESETS
-from trainer.batch import Batch
+from trainer.batch import Batch, trained_batch
+from trainer.learning.policy_metrics import share_metrics
+from trainer.learning.policy_parts import parts_of
+
+TASK = Task("t", {})
 
 VETO = {"name": "veto", "min_ratio": 0.5}
 SPREAD = {"name": "divergence", "estimator": "abs", "scope": "token", "upper": 0.4}
@@ -122,3 +131,91 @@ def test_presets_correct_as_their_papers_do_or_by_the_default(preset: str) -> No
     weight = AlgorithmConfig.model_validate({"preset": preset}).correction.weight
     expected = {"m2po": None, "decoupled_ppo": "mask"}.get(preset, "truncate")
     assert (weight and weight.name) == expected
+
+
+PARTS = {"pass_at_k": {"name": "pass_at_k", "k": 2}}
+OVERLONG = {"reward": {"overlong": {"max_tokens": 8, "buffer_tokens": 4, "factor": 0.2}}}
+COMPARING = (
+    *("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "lite_ppo", "opo", "gpg"),
+    *("pass_at_k", "tree", "accepted"),
+)
+
+
+@pytest.mark.parametrize("settings", [{}, OVERLONG], ids=["plain", "overlong"])
+@pytest.mark.parametrize("name", COMPARING)
+def test_advantages_do_not_depend_on_which_other_tokens_are_too_old(
+    name: str, settings: dict[str, Any]
+) -> None:
+    """One rollout is too old as a whole, and of another the first turns are."""
+    whole = [
+        aged(trial("old", 1.0, 3, discount=0.5, posted={1: 0.5}, tokens=2), 0, 0, 0),
+        aged(trial("half", 0.0, 3, discount=0.5, posted={0: 0.2, 2: 1.0}, tokens=2), 0, 0, 2),
+        aged(trial("a", 0.0, 2, discount=0.5, posted={0: 0.7}, tokens=2), 2, 2),
+        aged(trial("b", 0.75, 4, discount=0.5, tokens=1), 1, 1, 2, 2),
+    ]
+    config = RolloutConfig(max_staleness=1, stale="mask", group_size=4)
+    fresh = fresh_part(Group("0", TASK, whole), 2, config)
+    assert fresh is not None
+    left, full = (advantages(list(group), name, **settings) for group in (fresh.rollouts, whole))
+    assert {trial for trial, _ in left} == {"half", "a", "b"}
+    assert len(full) - len(left) == 5  # turns
+    assert left == {place: pytest.approx(full[place]) for place in left}
+    assert any(any(values) for values in left.values())
+
+
+def test_rollouts_that_are_too_old_weigh_nothing() -> None:
+    """Gpg makes up for rollouts without signal among those that are trained only."""
+    old, young = aged(trial("old", 1.0, 1), 0), [aged(trial(n, 0.0, 1), 2) for n in "ab"]
+    config = RolloutConfig(max_staleness=1, stale="mask", group_size=3)
+    fresh = fresh_part(Group("0", TASK, [old, *young]), 2, config)
+    assert fresh is not None
+    batch = trained_batch([fresh])
+    assert (batch.num_rollouts, share_metrics(batch)) == (
+        3,
+        {"rollout/trials": 2, "reward/mean": 0},
+    )
+    by_logprob, _ = gradient(with_prox(batch), preset="gpg", aggregation="rollout_mean")
+    assert by_logprob.tolist() == pytest.approx([1 / 12] * 4)
+
+
+def test_whole_rollout_of_another_policy_that_is_too_old_stays_out_of_a_policys_baseline() -> None:
+    old = replace(aged(trial("old", 1.0, 2), 0, 0), turn_policies={0: "planner", 1: "coder"})
+    young = replace(aged(trial("new", 0.0, 2), 2, 2), turn_policies={0: "coder", 1: "coder"})
+    config = RolloutConfig(max_staleness=1, stale="mask", group_size=2, min_group_size=1)
+    fresh = fresh_part(Group("0", TASK, [old, young]), 2, config)
+    assert fresh is not None
+    parts = {name: parts_of([fresh], name)[0].rollouts for name in ("planner", "coder")}
+    assert [rollout.compared for rollout in parts["planner"]] == [True, False]
+    assert [rollout.stale_turns for rollout in parts["coder"]] == [{1: 2}, {}]
+
+
+def aged(rollout: Rollout, *versions: int) -> Rollout:
+    """The rollout, whose turns were sampled by these versions."""
+    by_turn = np.array(versions, np.int32)
+    return replace(
+        rollout,
+        segments=tuple(
+            replace(each, versions=np.where(each.mask, by_turn[each.turns], np.int32(-1)))
+            for each in rollout.segments
+        ),
+    )
+
+
+def advantages(
+    group: list[Rollout], name: str, **settings: Any
+) -> dict[tuple[str, int], list[float]]:
+    """Trial and turn → the advantages of its tokens."""
+    batch = trained_batch([Group("0", TASK, group)])
+    Algorithm(
+        AlgorithmConfig.model_validate({"advantage": PARTS.get(name, name), **settings})
+    ).compute_advantages(batch)
+    assert batch.advantages is not None
+    found: dict[tuple[str, int], list[float]] = {}
+    columns = (batch.rollout.tolist(), batch.turns.tolist(), batch.advantages.tolist())
+    for rollout, turn, value in zip(*columns, strict=True):
+        found.setdefault((batch.trial_ids[rollout], turn), []).append(value)
+    return found
+
+
+def with_prox(batch: Batch) -> Batch:
+    return replace(batch, prox_logprobs=batch.logprobs)
