@@ -79,6 +79,7 @@ _HERMES = ("<tool_call>", "</tool_call>")
 _FUNCTION = CallTags(
     call="<tool_call>",
     name=re.compile(r"\s*<function=(?P<name>[^>\n]{1,256})>"),
+    opening="\n<function={}>",
     key=("<parameter=", ">"),
     value=("",),
     closes="</parameter>",
@@ -91,6 +92,7 @@ QWEN_TAGS = replace(_FUNCTION, python_words=True)
 GLM_TAGS = CallTags(
     call="<tool_call>",
     name=re.compile(r"\s*(?P<name>[^<\n]{0,255}[^<\s])"),
+    opening="{}",
     key=("<arg_key>", "</arg_key>"),
     value=("<arg_value>",),
     closes="</arg_value>",
@@ -101,6 +103,7 @@ GLM_TIGHT_TAGS = replace(GLM_TAGS, between="")
 _HUNYUAN = CallTags(
     call="<tool_call:opensource>",
     name=re.compile(r"\s*(?P<name>[^<\n]{0,255}[^<\s])\s*(?:<tool_sep:opensource>)?"),
+    opening="{}<tool_sep:opensource>",
     key=("<arg_key:opensource>", "</arg_key:opensource>"),
     value=("<arg_value:opensource>",),
     closes="</arg_value:opensource>",
@@ -111,6 +114,7 @@ _HUNYUAN = CallTags(
 _MINIMAX = CallTags(
     call="<invoke",
     name=re.compile(r'\s+name="(?P<name>[^"\n]{1,256})">'),
+    opening=' name="{}">',
     key=('<parameter name="', '">'),
     value=("",),
     closes="</parameter>",
@@ -122,12 +126,14 @@ _DSML = f"{_BAR}DSML{_BAR}"
 _DEEPSEEK_V4 = CallTags(
     call=f"<{_DSML}invoke",
     name=re.compile(r'\s+name="(?P<name>[^"\n]{1,256})">'),
+    opening=' name="{}">',
     key=(f'<{_DSML}parameter name="', '" string="'),
     value=('true">', 'false">'),
     closes=f"</{_DSML}parameter>",
     ends=(f"</{_DSML}invoke>",),
     nests=f"<{_DSML}parameter name=",
     around=tuple(f"<{end}{_DSML}tool_calls>" for end in ("", "/")),
+    no_arguments="\n",
     in_each_call=_DSML,
 )
 
@@ -147,7 +153,11 @@ _ALL = (
         reasoning_name="thought",
         forgetting=("<|channel>", "<channel|>"),
     ),
-    Family("glm-4.5", tags=replace(GLM_TAGS, text_goes_on=True), call_ends_reasoning=True),
+    Family(
+        "glm-4.5",
+        tags=replace(GLM_TAGS, between_calls_after_text="", text_goes_on=True),
+        call_ends_reasoning=True,
+    ),
     *_named(
         ("glm-5", "glm-5.1", "glm-5.3"),
         Family("", tags=replace(GLM_TIGHT_TAGS, text_goes_on=True), call_ends_reasoning=True),

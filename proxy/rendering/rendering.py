@@ -28,7 +28,7 @@ from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_after, call_opening, text_opening
 from proxy.rendering.selection import TEMPLATE, choose_renderer
 from proxy.rendering.system_messages import system_first, wants_system_first
-from proxy.rendering.tagged_calls import tagged_calls
+from proxy.rendering.tagged_calls import CallTags, tagged_calls
 from proxy.rendering.tokenizer import StandIns, Tokenizer
 
 CONTEXT_TOKENS = 1024
@@ -298,8 +298,7 @@ class Rendering:
         """
         tags = self.family.tags
         if tags is not None:
-            text = self._from_first_call(parsed, sampled)
-            read = tagged_calls(tags, text, tools, unfinished=True)
+            read = self._tagged_calls(tags, parsed, sampled, tools, unfinished=True)
             calls = [item for item in read if isinstance(item, ToolCall)]
             return calls, len(calls) > 1
         calls, attempts = [], self._attempts(parsed, sampled, unfinished=True)
@@ -411,10 +410,9 @@ class Rendering:
         if not parsed.tool_calls:
             return []
         if self.family.tags is not None:
-            text = self._from_first_call(parsed, sampled)
-            return (
-                tagged_calls(self.family.tags, text, tools, unfinished=False) if calls else [text]
-            )
+            if not calls:
+                return [self.tokenizer.decode(self._from_first_call(parsed, sampled)[1])]
+            return self._tagged_calls(self.family.tags, parsed, sampled, tools, unfinished=False)
         items: list[ToolCall | str] = []
         for attempt in self._attempts(parsed, sampled, unfinished=False):
             call = read_call(self.family, attempt, tools) if calls else None
@@ -434,11 +432,33 @@ class Rendering:
             parsed.tool_calls, self.family, closes, spoken, decode, unfinished=unfinished
         )
 
-    def _from_first_call(self, parsed: ParsedResponse, sampled: list[int]) -> str:
-        """The answer's text from its first call on."""
+    def _tagged_calls(
+        self,
+        tags: CallTags,
+        parsed: ParsedResponse,
+        sampled: list[int],
+        tools: list[dict[str, Any]],
+        *,
+        unfinished: bool,
+    ) -> list[ToolCall | str]:
+        before, since = self._from_first_call(parsed, sampled)
+        said = self.tokenizer.decode(before[-_USUAL_OPENING:]).rstrip()
+        return tagged_calls(
+            tags,
+            self.tokenizer.decode(since),
+            tools,
+            unfinished=unfinished,
+            after_text=bool(said) and not said.endswith("</think>"),
+        )
+
+    def _from_first_call(
+        self, parsed: ParsedResponse, sampled: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """The answer's tokens before its first call, and from it on."""
         spans = [attempt.token_span for attempt in parsed.tool_calls]
         start = min(span[0] for span in spans if span is not None)
-        return self.tokenizer.decode(self.before_stop(sampled)[start:])
+        spoken = self.before_stop(sampled)
+        return spoken[:start], spoken[start:]
 
     def _raw(self, attempt: ParsedToolCall, sampled: list[int]) -> str:
         if attempt.token_span is None:

@@ -8,7 +8,8 @@ template itself is used, and a turn continues a recorded one only where that can
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import re
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -125,26 +126,37 @@ def _template_family(tokenizer: Tokenizer, renderer: Renderer) -> Family:
     parser = next((name for mark, name in _TOOL_PARSERS if mark in source), None)
     if parser not in ("glm", "qwen3.5"):
         return family
-    written = _written_call(tokenizer, renderer)
+    written = _written_calls(tokenizer, renderer, "")
     if parser == "glm":
         tags = GLM_TAGS if "</arg_key>\n<arg_value>" in written else GLM_TIGHT_TAGS
     else:
         tags = replace(QWEN_TAGS, python_words="\nTrue\n" in written)
+    tags = replace(
+        tags,
+        between_calls=_between_calls(written),
+        between_calls_after_text=_between_calls(_written_calls(tokenizer, renderer, "Let me see.")),
+    )
     return replace(family, call_form=None, json_block=None, tags=tags)
 
 
-def _written_call(tokenizer: Tokenizer, renderer: Renderer) -> str:
-    """What the template writes for a call with a boolean; empty if it refuses."""
+def _between_calls(written: str) -> str | None:
+    found = re.findall(r"</tool_call>(\s*)<tool_call>", written)
+    return found[-1] if found else None
+
+
+def _written_calls(tokenizer: Tokenizer, renderer: Renderer, text: str) -> str:
+    """What the template writes for two calls with a boolean, or for one if it refuses two; empty if
+    it refuses calls."""
     function = {"name": "look_up", "arguments": {"exact": True}}
-    call = {"id": "call_0", "type": "function", "function": function}
-    messages = [
-        {"role": "user", "content": "Look."},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
-    try:
-        return tokenizer.decode(renderer.render_ids(messages, tools=[_TOOL]))
-    except (*_UNBUILDABLE, RequestError, ValueError):
-        return ""
+    calls = [{"id": f"call_{n}", "type": "function", "function": function} for n in range(2)]
+    for count in (2, 1):
+        messages = [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": text, "tool_calls": calls[:count]},
+        ]
+        with suppress(*_UNBUILDABLE, RequestError, ValueError):
+            return tokenizer.decode(renderer.render_ids(messages, tools=[_TOOL]))
+    return ""
 
 
 _TOOL_PARSERS = (

@@ -19,6 +19,13 @@ what the template writes for two arguments), the text is two arguments. Where a 
 have been cut (an argument is given twice, or follows after other white space than the template's in
 a call that is otherwise the template's), the arguments are not JSON: the rest is passed on as
 written.
+
+The same holds for calls. After a call whose opening is the template's, a further call begins if it
+follows as the template writes it: after the same white space, with the same opening. Anything else
+may be part of a value (an example of two calls in a file). It is, if the answer closes more calls
+than it opens from there on, which is known only at the end of the answer. If it does not, text
+between two calls is what the model says there; if only white space is between them, the arguments
+are not JSON: the rest of the answer is passed on as written.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import orjson
@@ -55,6 +62,8 @@ class CallTags:
     """Opens a call."""
     name: re.Pattern[str]
     """The tool's name, after `call`, as the group `name`."""
+    opening: str
+    """What the template writes after `call`, with `{}` for the tool's name."""
     key: tuple[str, str]
     """Around the name of an argument."""
     value: tuple[str, ...]
@@ -70,6 +79,12 @@ class CallTags:
     """Around all calls of an answer."""
     between: str = "\n"
     """Between two tags."""
+    between_calls: str | None = None
+    """Between two calls. None: as between two tags."""
+    between_calls_after_text: str | None = None
+    """Also between two calls, if the answer begins with text."""
+    no_arguments: str = ""
+    """In a call without arguments, after `between`."""
     on_lines: bool = False
     """A line break precedes and follows each value."""
     python_words: bool = False
@@ -110,29 +125,57 @@ class _Cut(Enum):
     """The text ends before it is known what stands there."""
 
 
+class _Next(Enum):
+    """What follows the end of a call."""
+
+    CALL = auto()
+    """A call, as the template writes one after another."""
+    OTHER_CALL = auto()
+    """A call, without text before it."""
+    TEXT = auto()
+    """Text, also if it is the beginning of a malformed call; or nothing."""
+    UNKNOWN = auto()
+
+
 _CUT = _Cut.CUT
 _JSON = ArgumentType({"type": ["integer", "number", "boolean", "null", "object", "array"]}, None)
 
 
 def tagged_calls(
-    tags: CallTags, text: str, tools: list[dict[str, Any]], *, unfinished: bool
+    tags: CallTags,
+    text: str,
+    tools: list[dict[str, Any]],
+    *,
+    unfinished: bool,
+    after_text: bool = False,
 ) -> list[ToolCall | str]:
     """The calls in the text from the first call of an answer on, and other text that is there:
     malformed calls, and what the model says after a call. `unfinished`: more text may follow; what
-    it could change is left out."""
+    it could change is left out. `after_text`: the answer has text before its first call."""
     if unfinished:
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-    return list(_Reader(tags, text, tools, unfinished).items())
+    return list(_Reader(tags, text, tools, unfinished, after_text).items())
 
 
 class _Reader:
     def __init__(
-        self, tags: CallTags, text: str, tools: list[dict[str, Any]], unfinished: bool
+        self,
+        tags: CallTags,
+        text: str,
+        tools: list[dict[str, Any]],
+        unfinished: bool,
+        after_text: bool,
     ) -> None:
         self._tags = tags
         self._text = text
         self._tools = tools
         self._unfinished = unfinished
+        usual, other = tags.between_calls, tags.between_calls_after_text
+        self._joins = {tags.between if usual is None else usual}
+        if after_text and other is not None:
+            self._joins.add(other)
+        empty = tags.between + tags.no_arguments
+        self._empty = empty + tags.between.join(tags.ends)
         self._marks = re.compile(f"{re.escape(tags.nests)}|{re.escape(tags.closes)}")
         self._nested = self._strict = True
         """Once a value has no end for a rule, the rule is given up, so that values are not searched
@@ -141,6 +184,8 @@ class _Reader:
         """The schema of the tool that is called."""
         self._keys: list[str] = []
         """Its arguments that cannot be read without knowing them."""
+        self._is_templates = False
+        """Whether the opening of the call that is read is the template's."""
 
     def items(self) -> Iterator[ToolCall | str]:
         at = 0
@@ -177,6 +222,7 @@ class _Reader:
         ]
         argument = self._argument(named.end())
         if isinstance(argument, _Argument):
+            self._is_templates = self._is_opening(named) and self._is_exact_argument(argument)
             arguments, end = self._arguments(argument)
             return ToolCall("", named["name"], arguments), end
         after = self._ended(named.end())
@@ -197,7 +243,7 @@ class _Reader:
 
     def _arguments(self, argument: _Argument) -> tuple[str, int]:
         """The JSON of the arguments and the position after the call; see `_call`."""
-        out, keys, exact, other = "{", set[str](), False, False
+        out, keys, exact, other, first = "{", set[str](), False, False, argument
         while True:
             pair = f"{',' if keys else ''}{orjson.dumps(argument.key).decode()}:"
             keys.add(argument.key)
@@ -209,25 +255,79 @@ class _Reader:
             following = close.then
             if following is None:
                 return out, -1
-            if self._is_exact(close, argument):
+            one_break = argument.on_lines and close.at == argument.value_at
+            if self._is_exact(close):
                 exact = True
+                other = other or (one_break and argument is not first)
             elif isinstance(following, _Argument):
                 other = True
-            if (exact and other) or (isinstance(following, _Argument) and following.key in keys):
+            repeated = isinstance(following, _Argument) and following.key in keys
+            if repeated or (exact and other and self._is_templates):
                 return self._as_written(out, close)
             if isinstance(following, int):
+                if self._is_templates and self._next(close) is _Next.OTHER_CALL:
+                    return self._all_as_written(out, close)
                 return out + "}", following
             argument = following
 
-    def _is_exact(self, close: _Close, argument: _Argument) -> bool:
-        """Whether the white space around a closing tag is the template's."""
-        if self._tags.on_lines and not (argument.on_lines and self._is_on_a_line(close, argument)):
+    def _is_exact(self, close: _Close) -> bool:
+        """Whether the white space around a closing tag is the template's. The line break before it
+        may be the one after the opening, where the template writes two."""
+        if self._tags.on_lines and self._text[close.at - 1] != "\n":
             return False
         if isinstance(close.then, _Argument):
-            return close.then.is_exact
+            return self._is_exact_argument(close.then)
         between = self._tags.between
         end = between + between.join(self._tags.ends)
         return self._text.startswith(end, close.at + len(self._tags.closes))
+
+    def _next(self, close: _Close) -> _Next:
+        """What follows the end of a call. After a call without arguments, which has no value that
+        could be longer, what follows that one decides."""
+        assert isinstance(close.then, int)
+        after, exact = close.then, self._is_exact(close)
+        while True:
+            at = bisect_left(self._openings, after)
+            if at == len(self._openings):
+                return _Next.UNKNOWN if self._unfinished else _Next.TEXT
+            begins = self._openings[at]
+            if self._has_call_end(after, begins) or any(self._said(after, begins)):
+                return _Next.TEXT
+            named = self._tags.name.match(self._text, begins + len(self._tags.call))
+            if named is None:
+                return _Next.UNKNOWN if self._unfinished else _Next.TEXT
+            exact = exact and self._text[after:begins] in self._joins and self._is_opening(named)
+            first = self._argument(named.end())
+            if isinstance(first, _Argument):
+                exact = exact and self._is_exact_argument(first)
+                if exact and self._tags.on_lines:
+                    exact = not self._text.startswith(self._tags.closes, first.value_at)
+                    if self._unfinished and self._cut(self._tags.closes, first.value_at):
+                        return _Next.UNKNOWN
+                return _Next.CALL if exact else _Next.OTHER_CALL
+            end = self._ended(named.end())
+            if not isinstance(end, int):
+                is_cut = self._unfinished and (first is _CUT or end is _CUT)
+                return _Next.UNKNOWN if is_cut else _Next.TEXT
+            if not exact or self._text[named.end() : end] != self._empty:
+                return _Next.OTHER_CALL
+            after = end
+
+    def _has_call_end(self, start: int, end: int) -> bool:
+        at = bisect_left(self._call_ends, (start,))
+        return at < len(self._call_ends) and self._call_ends[at][0] < end
+
+    def _is_opening(self, named: re.Match[str]) -> bool:
+        start, _, end = self._tags.opening.partition("{}")
+        return named[0] == start + named["name"] + end
+
+    def _is_exact_argument(self, argument: _Argument) -> bool:
+        return argument.is_exact and (argument.on_lines or not self._tags.on_lines)
+
+    def _all_as_written(self, out: str, close: _Close) -> tuple[str, int]:
+        """The arguments, with the text from a closing tag to the last call's end as it is."""
+        shut, end = self._call_ends[-1]
+        return out + self._text[close.at : shut + len(self._tags.closes)], end
 
     def _as_written(self, out: str, close: _Close) -> tuple[str, int]:
         """The arguments, with the text from a closing tag to the call's end as it is."""
@@ -302,11 +402,40 @@ class _Reader:
             return None if self._unfinished else True
         if isinstance(close.then, _Argument):
             return True
+        if self._is_templates:
+            following = self._next(close)
+            if following in (_Next.CALL, _Next.UNKNOWN):
+                return True if following is _Next.CALL else None
+            if self._closes_more(close.then):
+                return False
+            return None if self._unfinished else True
         at = bisect_left(self._call_ends, (close.then,))
         if at < len(self._call_ends):
             return self._text.find(self._tags.call, close.then, self._call_ends[at][0]) >= 0
         another = self._unfinished and self._text.find(self._tags.call, close.then) >= 0
         return True if another or not self._unfinished else None
+
+    def _closes_more(self, after: int) -> bool:
+        """Whether from here on more calls are closed than opened, up to any place."""
+        places, depths, least = self._depths
+        at = bisect_left(places, after)
+        return least[at] < depths[at]
+
+    @cached_property
+    def _openings(self) -> list[int]:
+        """The positions of the tag that opens a call."""
+        return [mark.start() for mark in re.finditer(re.escape(self._tags.call), self._text)]
+
+    @cached_property
+    def _depths(self) -> tuple[list[int], list[int], list[int]]:
+        """The openings and the ends of calls, in order; the number of calls that are open before
+        each of them, and at the end; and the least of these numbers from each on."""
+        call, name = self._tags.call, self._tags.name
+        begins = (at for at in self._openings if name.match(self._text, at + len(call)))
+        steps = sorted([*((at, 1) for at in begins), *((at, -1) for at, _ in self._call_ends)])
+        depths = list(accumulate((step for _, step in steps), initial=0))
+        least = list(accumulate(reversed(depths), min))[::-1]
+        return [at for at, _ in steps], depths, least
 
     @cached_property
     def _call_ends(self) -> list[tuple[int, int]]:

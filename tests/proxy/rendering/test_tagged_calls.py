@@ -68,6 +68,11 @@ def test_calls_only_grow_while_the_text_grows(tags: CallTags) -> None:
     ]
     whole = f"{tags.closes}{tags.between}{tags.key[0]}a{tags.key[1]}{tags.value[0]}x"
     pieces += [whole] * 3
+    line = "\n" if tags.on_lines else ""
+    end = line + tags.closes + tags.between + tags.between.join(tags.ends)
+    opening = tags.call + tags.opening.format("f") + tags.between
+    pieces += [end, end, end + tags.between, opening, f"{end} {opening}", end + "x" + opening]
+    pieces += [f"{tags.between}{tags.key[0]}b{tags.key[1]}{tags.value[0]}{line}"] * 3
 
     @settings(max_examples=150, deadline=None)
     @given(st.lists(st.sampled_from(pieces), max_size=14).map("".join))
@@ -163,7 +168,10 @@ def test_examples_of_the_format_are_part_of_a_value(name: str) -> None:
     value = f"Write:\n{example}\n{example}\nThen stop."
     written = header + gap + opening("a") + value + end
     assert [json.loads(each) for each in read(written, tags)] == [{"a": value}]
-    assert [json.loads(each) for each in read(written + "\n" + written, tags)] == [{"a": value}] * 2
+    twice = written + tags.between + written
+    assert [json.loads(each) for each in read(twice, tags)] == [{"a": value}] * 2
+    first, said, second = read(f"{written}\nNow.\n{written}", tags)
+    assert [json.loads(first), said, json.loads(second)] == [{"a": value}, ["Now."], {"a": value}]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -287,6 +287,133 @@ def test_value_with_a_familys_own_tags_is_whole_or_visibly_broken(
         )
 
     check()
+
+
+STRINGS: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "shell",
+        "description": "Runs.",
+        "parameters": {
+            "type": "object",
+            "additionalProperties": {"type": ["string", "null"]},
+        },
+    },
+}
+
+
+class Quoted:
+    """Parts of the text of calls, as a family's template writes them, for a value."""
+
+    def __init__(self, tags: CallTags) -> None:
+        line = "\n" if tags.on_lines else ""
+        gap = tags.between if tags.value[0].startswith("<") else ""
+        self.between = tags.between
+        self.end = line + tags.closes + tags.between + tags.between.join(tags.ends)
+        self.call = tags.call
+        self.header = tags.call + tags.opening.format("f")
+        self.argument = f"{tags.key[0]}a{tags.key[1]}{gap}{tags.value[0]}{line}"
+        self.begun = f"{self.header}{tags.between}{self.argument}1"
+        self.whole = self.begun + self.end
+
+    def longer(self) -> Iterator[str]:
+        """Values that close more calls than they open."""
+        for space in ("", " ", "\n", "\n\n", " \n", "\t", "\r\n", "Now.", "\nNow.\n"):
+            if space == self.between:
+                continue
+            two = self.end + space + self.whole
+            yield from (two, two + two, two * 3, f"x{two}\ny", self.begun + two)
+        yield f"{self.end} {self.call}"
+        yield f"{self.end}\n\n{self.argument}{self.whole}{self.argument}{self.end}"
+        yield f"{self.end} {self.begun}{self.whole}{self.end}{self.end}"
+
+    def open(self) -> Iterator[str]:
+        """Values whose last call the template's own end closes, after white space that is not the
+        template's."""
+        for space in ("", " ", "\n", "\n\n", "\t", "\r\n"):
+            if space == self.between:
+                continue
+            two = self.end + space + self.begun
+            yield from (two, f"x{two}", two * 2, f"{self.end} {self.whole}{space}{self.begun}")
+
+
+def every_split(rendering: Rendering, drawn: Drawn, ids: list[int]) -> Message:
+    """The answer, the same in any two pieces and token by token."""
+    message = read_whole(rendering, asked(drawn), ids)
+    for sizes in ([1], [2], *([at, len(ids)] for at in range(1, len(ids)))):
+        deltas, streamed = read_in_pieces(rendering, asked(drawn), ids, sizes)
+        assert without_ids(streamed.tool_calls) == without_ids(message.tool_calls)
+        assert without_ids(put_together(deltas)[2]) == without_ids(message.tool_calls)
+        assert put_together(deltas)[0] == message.text == streamed.text
+    return message
+
+
+@pytest.mark.parametrize("name", [name for name in TAGGED if name in OF_ITS_KIND])
+def test_calls_in_a_value_are_not_read_as_calls(name: str, family_of: Any) -> None:
+    """They follow otherwise than the template writes calls, so the value is whole; where the two
+    cannot be told apart, the arguments are no JSON and nothing of the value is called."""
+    family: Family = family_of(name)
+    rendering, tags = family.rendering, family.rendering.family.tags
+    assert tags is not None
+    quoted = Quoted(tags)
+    for value in quoted.longer():
+        for calls in ([{"b": value}], [{"b": value, "c": "x"}], [{"b": value}] * 2):
+            drawn = Drawn(STRINGS, calls)
+            ids = written(rendering, asked(drawn), answer_of(drawn))
+            assert same(read_whole(rendering, asked(drawn), ids).tool_calls, drawn), value
+    for value in quoted.open():
+        drawn = Drawn(STRINGS, [{"b": value}])
+        ids = written(rendering, asked(drawn), answer_of(drawn))
+        message = read_whole(rendering, asked(drawn), ids)
+        (call,) = message.tool_calls
+        assert _is_broken(call)
+        assert call.name == "shell"
+        assert not message.text
+
+
+@pytest.mark.parametrize("name", [name for name in TAGGED if name in OF_ITS_KIND])
+def test_calls_in_a_value_are_streamed_as_they_are_read(name: str, family_of: Any) -> None:
+    family: Family = family_of(name)
+    rendering, tags = family.rendering, family.rendering.family.tags
+    assert tags is not None
+    quoted = Quoted(tags)
+    for value in (*islice(quoted.longer(), 2), *islice(quoted.open(), 1)):
+        drawn = Drawn(STRINGS, [{"b": value}])
+        every_split(rendering, drawn, written(rendering, asked(drawn), answer_of(drawn)))
+
+
+@pytest.mark.parametrize("name", [name for name in TAGGED if name in OF_ITS_KIND])
+def test_calls_in_a_value_that_the_template_writes_so_are_calls(name: str, family_of: Any) -> None:
+    """Nobody can tell these apart: the ids are the same."""
+    family: Family = family_of(name)
+    rendering, tags = family.rendering, family.rendering.family.tags
+    assert tags is not None
+    quoted = Quoted(tags)
+    one = Drawn(STRINGS, [{"b": f"{quoted.end}{quoted.between}{quoted.begun}y"}])
+    ids = written(rendering, asked(one), answer_of(one))
+    calls = [ToolCall("", "shell", '{"b": ""}'), ToolCall("", "f", '{"a": "1y"}')]
+    two = Message("assistant", tool_calls=calls)
+    assert rendered(rendering, asked(one), two) == ids
+    read = every_split(rendering, one, ids).tool_calls
+    assert [(call.name, values(call.arguments)) for call in read] == [
+        (call.name, call.arguments) for call in calls
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in TAGGED if name in OF_ITS_KIND])
+def test_text_between_calls_is_read(name: str, family_of: Any) -> None:
+    family: Family = family_of(name)
+    rendering, tags = family.rendering, family.rendering.family.tags
+    assert tags is not None
+    drawn = Drawn(STRINGS, [{"b": "x"}, {"c": "\n1"}])
+    ids = written(rendering, asked(drawn), answer_of(drawn))
+    text = rendering.tokenizer.decode(ids)
+    first, _, rest = text.rpartition(tags.call)
+    for said in ("Now.", "\nNow.\n", "\n\nNow 数学 <b>.\n\n"):
+        ids = rendering.tokenizer.encode(first + said + tags.call + rest)
+        message = every_split(rendering, drawn, ids)
+        assert same(message.tool_calls, drawn)
+        assert message.text.strip() == said.strip()
 
 
 def spellings(calls: list[ToolCall]) -> Iterator[list[ToolCall]]:
