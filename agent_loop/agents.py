@@ -9,7 +9,7 @@ resumed run continues with the same agents.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.task_sources.listed import ListedTasks
-from agent_loop.task_sources.protocol import TaskSource
+from agent_loop.task_sources.protocol import ListsTasks, TaskSource
 from agent_loop.tasks import (
     DataConfig,
     Source,
@@ -170,6 +170,11 @@ class _Renamed:
 
     name: str
     source: TaskSource
+
+    @property
+    def listed(self) -> Sequence[Task]:
+        """Its tasks if they are in memory, under the names of their own source."""
+        return self.source.listed if isinstance(self.source, ListsTasks) else ()
 
     def epoch(self, number: int) -> Iterator[Task]:
         return (replace(task, source=self.name) for task in self.source.epoch(number))

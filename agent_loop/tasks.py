@@ -6,12 +6,14 @@ from a `Cursor` continues with exactly the tasks that the original stream would 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import orjson
 from pydantic import Field
 
 from agent_loop.errors import TaskFileError
@@ -20,6 +22,7 @@ from agent_loop.records import Task
 from agent_loop.task_sources.files import read_tasks
 from agent_loop.task_sources.listed import ListedTasks
 from agent_loop.task_sources.protocol import (
+    ListsTasks,
     Position,
     PositionedSource,
     PositionedTasks,
@@ -247,6 +250,30 @@ def _refuse_shared(train: Sequence[Path], held_out: Sequence[Path], key: str) ->
         )
 
 
+NAMES = frozenset(
+    ("task_id", "id", "instance_id", "local_task_path", "data_source", "ability", "agent")
+)
+"""Fields of a task that say where it is from and not what is asked; of those of Harbor's, too."""
+
+
+def trained_too(held_out: Iterable[Task], train: Iterable[Task]) -> list[Task]:
+    """The held-out tasks that are also tasks to train on: under whatever name, the same is asked
+    and the rest of the data is the same. Tasks without a prompt are compared with their names."""
+    trained = {_content(task) for task in train}
+    return [task for task in held_out if _content(task) in trained]
+
+
+def _content(task: Task) -> bytes:
+    said = {name: value for name, value in task.data.items() if name not in NAMES}
+    content = orjson.dumps(
+        said if task.prompt.strip() else dict(task.data), default=repr, option=_AS_GIVEN
+    )
+    return hashlib.sha256(content).digest()
+
+
+_AS_GIVEN = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Tasks under one name, drawn in proportion to `weight`.
@@ -328,6 +355,14 @@ class TaskStream:
         if self._needs_prompt:
             refuse_without_prompt([task])
         return task
+
+    def listed(self) -> Iterator[Task]:
+        """Each task once, of the sources that are in memory."""
+        for source in self._sources.values():
+            if isinstance(source.tasks, Sequence):
+                yield from source.tasks
+            elif isinstance(source.tasks, ListsTasks):
+                yield from source.tasks.listed
 
     def state(self) -> dict[str, Any]:
         """The number of draws of each source, with the source's position if it knows one: JSON

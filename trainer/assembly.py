@@ -23,7 +23,13 @@ from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
-from agent_loop.tasks import TaskStream, held_out_tasks, training_tasks, with_own_tasks
+from agent_loop.tasks import (
+    TaskStream,
+    held_out_tasks,
+    trained_too,
+    training_tasks,
+    with_own_tasks,
+)
 from agent_loop.trial.folders import FinishedTrials
 from proxy.admin_key import kept_files
 from proxy.client import ProxyClient
@@ -189,6 +195,19 @@ class TaskParts(RunParts):
     """Parts of a run that draws its own tasks and runs its own agents."""
 
     tasks: TaskStream
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed, and is most often a mistake: the same tasks in training and held out.
+        Tasks that are read one by one are not seen."""
+        both = trained_too(self.held_out, self.tasks.listed())
+        if not both:
+            return ()
+        return (
+            f"data: {len(both)} of {len(self.held_out)} held-out tasks are also tasks to train on "
+            f"(the first is {both[0].task_id!r} of {both[0].source!r}), so that an evaluation "
+            "counts what was trained; remove them from one of both",
+        )
 
     def own_producer(self, loop: RunsTrials) -> Producer | None:
         rollout, seed = self.config.rollout, self.config.trainer.seed

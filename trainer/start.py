@@ -25,7 +25,7 @@ from proxy.machine.secrecy import hide_memory, without_credentials
 from proxy.run_files.files import replace_file, truncate_jsonl
 from proxy.settings.extra import extra
 from proxy.settings.section import Section
-from trainer.assembly import assemble
+from trainer.assembly import TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Mirror, MirroredCheckpoint, Saved, open_mirror
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.cluster.device_plan import fitted, gpus_here, plan_devices
@@ -60,7 +60,7 @@ def check_only(
     if parts is None:
         return dump(config)
     shown = config if config.sft else parts.config
-    return dump(shown) + "".join(f"# {line}\n" for line in _placement(parts.config))
+    return dump(shown) + "".join(f"# {line}\n" for line in _placement(parts))
 
 
 def begin(paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -254,7 +254,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     log.progress.say(
         f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"
     )
-    for line in _placement(config):
+    for line in _placement(parts):
         log.progress.say(line)
     for note in notes:
         log.progress.say(note)
@@ -272,11 +272,14 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
     return 0 if control.signal_number is None else 128 + control.signal_number
 
 
-def _placement(config: ProcessesConfig) -> Iterator[str]:
-    """Warnings of the configuration, lines about the engines that the run starts, one for each GPU
-    of this machine that it uses, and one for each of its relay workers."""
+def _placement(parts: Parts) -> Iterator[str]:
+    """Warnings of the configuration and of its tasks, lines about the engines that the run starts,
+    one for each GPU of this machine that it uses, and one for each of its relay workers."""
+    config = parts.config
     if isinstance(config, TrainerConfig):
         yield from (f"warning: {each}" for each in config.warnings)
+    if isinstance(parts, TaskParts):
+        yield from (f"warning: {each}" for each in parts.warnings)
     engine = config.engine
     if engine.replicas and not engine.urls:
         yield from vllm_platform.installed().describe(

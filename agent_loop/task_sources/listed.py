@@ -21,6 +21,11 @@ class ListedTasks:
         self._seed = seed
         self._shuffle = shuffle
 
+    @property
+    def listed(self) -> Sequence[Task]:
+        """All of its tasks, in the order of the list."""
+        return self._tasks
+
     def epoch(self, number: int) -> Iterator[Task]:
         order: Order = np.arange(len(self._tasks))
         if self._shuffle:

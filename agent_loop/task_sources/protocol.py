@@ -6,7 +6,7 @@ number, so that a resumed run continues with the tasks that it would have drawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -23,6 +23,16 @@ class TaskSource(Protocol):
     def epoch(self, number: int) -> Iterator[Task]:
         """The tasks of the epoch with that number, from 0, in the order in which they are drawn.
         They are read one by one, and may be endless. The caller may stop early."""
+        ...
+
+
+@runtime_checkable
+class ListsTasks(Protocol):
+    """A source that may have its tasks in memory."""
+
+    @property
+    def listed(self) -> Sequence[Task]:
+        """All of its tasks; empty if they are not in memory."""
         ...
 
 

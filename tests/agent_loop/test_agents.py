@@ -52,6 +52,7 @@ def test_tasks_follow_the_weights_and_the_field_that_names_an_agent(tmp_path: Pa
     by_weight = Counter(task.agent for task in drawn if task.task_id == "y")
     assert set(by_weight) == {"a", "b"}
     assert 60 <= by_weight["a"] <= 90  # 75 of 100 by the weights
+    assert sorted(task.task_id for task in stream.listed()) == ["o1", "o2", "x", "y"]
 
 
 @settings(

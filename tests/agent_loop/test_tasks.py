@@ -21,6 +21,7 @@ from agent_loop.tasks import (
     Source,
     TaskStream,
     held_out_tasks,
+    trained_too,
     training_tasks,
 )
 from proxy.errors import ConfigurationError
@@ -172,3 +173,20 @@ def test_held_out_tasks_that_would_count_as_one_are_refused(tmp_path: Path) -> N
         held_out_tasks(data)
     files[1].write_text('{"task_id": "hard-1", "prompt": "1 + 1"}\n')
     assert [task.task_id for task in held_out_tasks(data)] == ["test-1", "hard-1"]
+
+
+def test_same_task_under_another_name_is_found_in_the_training_data() -> None:
+    train = [
+        Task("1", {"id": 1, "prompt": "6 * 7", "answer": 42}, "train"),
+        Task("h", {"instance_id": "h", "local_task_path": "/t/h", "instruction": "fix it"}, "h"),
+        Task("seed-5", {"task_id": "seed-5", "level": 2}, "seeds"),
+    ]
+    held_out = [
+        Task("x", {"answer": 42, "task_id": "x", "prompt": "6 * 7"}, "val"),
+        Task("i", {"instance_id": "i", "local_task_path": "/v/i", "instruction": "fix it"}, "v"),
+        Task("seed-5", {"task_id": "seed-5", "level": 2}, "other"),
+        Task("2", {"prompt": "6 * 7", "answer": 41}, "val"),
+        Task("seed-6", {"task_id": "seed-6", "level": 2}, "seeds"),
+    ]
+    stream = TaskStream([Source("all", train)], seed=0)
+    assert trained_too(held_out, stream.listed()) == held_out[:3]

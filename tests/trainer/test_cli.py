@@ -343,6 +343,23 @@ def test_another_version_of_vllm_is_refused_before_anything_starts(
     assert not (config.parent / "runs").exists()
 
 
+def test_check_warns_about_held_out_tasks_that_are_trained_on(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    held_out = config.parent / "val.jsonl"
+    held_out.write_text(
+        '{"id": "copy", "prompt": "say a"}\n{"prompt": "say b"}\n{"id": 3, "prompt": "say A"}\n'
+    )
+    assert main(["--config", str(config), "--check", f"data.val_files=[{held_out}]"]) == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if "warning: data" in line]
+    assert said == [
+        "# warning: data: 1 of 3 held-out tasks are also tasks to train on (the first is 'copy' of "
+        "'val'), so that an evaluation counts what was trained; remove them from one of both"
+    ]
+    assert main(["--config", str(config), "--check"]) == 0
+    assert "warning: data" not in capfd.readouterr().out
+
+
 def test_check_loads_no_weights(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
