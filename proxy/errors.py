@@ -8,7 +8,8 @@ ProxyError
 ├── SessionError        unknown key 401, unknown id 404, completed 409, expired 410
 ├── HeldElsewhere       another process serves the session now            421 / 503
 ├── EngineError         no replica could answer                           503 (retryable) / 502
-│   └── MissingAdapter  the replica lacks the adapter that the call names 502
+│   ├── MissingAdapter  the replica lacks the adapter that the call names 502
+│   └── UnreachableEngine  no connection, so the call did not reach the replica 503
 ├── StoreError          the store failed, so the call is not answered     503
 └── ConfigurationError  the process cannot start: key, value, bound and what to do
 """
@@ -126,6 +127,10 @@ class MissingAdapter(EngineError):
     failed: it answers other calls."""
 
     status = 502
+
+
+class UnreachableEngine(EngineError):
+    """There is no connection to the replica, so it did not get the call."""
 
 
 class StoreError(ProxyError):

@@ -30,6 +30,10 @@ class ResponseError(Exception):
     """The received bytes are not a complete HTTP response."""
 
 
+class NotConnected(ResponseError):
+    """There was no connection, so nothing was sent."""
+
+
 class Response(asyncio.Protocol):
     """One connection, and the response that is read from it."""
 
@@ -244,10 +248,17 @@ class Connections:
     async def send(self, method: str, path: str, body: bytes, *, stall_s: float) -> Response:
         """Sends a request and returns the response when its status is known. `release` it later.
 
-        Raises ResponseError or OSError, also while the response is read. It is a TimeoutError (an
-        OSError) if connecting takes too long, or if no byte arrives for `stall_s`.
+        Raises NotConnected before anything is sent; then ResponseError or OSError, also while the
+        response is read. It is a TimeoutError (an OSError) if no byte arrives for `stall_s`.
         """
-        response = self._kept() or await self._connect()
+        response = self._kept()
+        if response is None:
+            try:
+                response = await self._connect()
+            except TimeoutError as error:
+                raise NotConnected("did not accept a connection in time") from error
+            except (ResponseError, OSError) as error:
+                raise NotConnected(str(error) or type(error).__name__) from error
         head = b"%b %b HTTP/1.1\r\n%b\r\nContent-Length: %d\r\n\r\n" % (
             method.encode(),
             (self._url.path + path).encode(),

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import orjson
 
 from proxy.engines.address import EngineAddress
-from proxy.engines.connections import Connections, Response, ResponseError
-from proxy.errors import ConfigurationError, EngineError, EngineRefusal
+from proxy.engines.connections import Connections, NotConnected, Response, ResponseError
+from proxy.errors import ConfigurationError, EngineError, EngineRefusal, UnreachableEngine
 
 T = TypeVar("T")
 
@@ -162,6 +162,8 @@ class Upstream:
                 return await self._exchange(method, path, body, read, absent)
         except TimeoutError as error:
             raise EngineError(f"engine {self.url}{path} did not answer in time") from error
+        except NotConnected as error:
+            raise UnreachableEngine(f"engine {self.url}{path}: {error}") from error
         except (ResponseError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise EngineError(f"engine {self.url}{path}: {reason}") from error

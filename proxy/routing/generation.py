@@ -46,6 +46,7 @@ from proxy.engines.answer_check import AnswerCheck
 from proxy.engines.protocol import Chunk, Engine, Sampling, Take
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
 from proxy.records import FinishReason, Ids, RoutedExperts, VersionSpan
+from proxy.routing.blame import Attempt, Blame, Suspicion
 from proxy.routing.policies import BASE, Policies
 
 
@@ -91,6 +92,15 @@ class Replicas(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def blame(self) -> Blame:
+        """Which calls are suspected of having taken an engine down."""
+        ...
+
+    def closed_to(self, suspicion: Suspicion) -> Set[Engine]:
+        """The replicas that are reserved for other calls which are suspected."""
+        ...
+
     def choose(
         self,
         session_id: str,
@@ -108,7 +118,7 @@ class Replicas(Protocol):
         """Whether any replica that is not in `besides` takes such calls, healthy or not."""
         ...
 
-    def failed(self, engine: Engine, error: EngineError) -> str:
+    def failed(self, engine: Engine, error: EngineError, attempt: Attempt) -> str:
         """Marks the replica as unhealthy until a check succeeds, unless it lacks only the call's
         adapter. Returns the log line's id."""
         ...
@@ -175,6 +185,7 @@ class _EngineCall:
     begun: int
     """Number of tokens that earlier calls sampled."""
     check: AnswerCheck
+    attempt: Attempt
     take: Take
     resumed: Callable[[Seam], None]
 
@@ -212,6 +223,7 @@ class Generation:
         self.routed_experts: RoutedExperts | None = None
         """The rows that the last call reported, which also are of the tokens that earlier calls
         sampled: it computed them again. None if the call broke."""
+        self._suspicion = Suspicion(prompt_ids.tobytes())
         self._served = BASE
         """The version of the policy that the current call samples from."""
         self._sampler = ""
@@ -247,20 +259,17 @@ class Generation:
         Raises:
             EngineError: 502 if no engine gives a valid answer; 503 if no replica continues it
                 within `patience_s`, or it cannot be continued exactly. Names no engine's address.
-            RequestError: the engine refuses the call's parameters; or the session trains and every
-                engine is text-only.
+            RequestError: the engine refuses the call's parameters; the session trains and every
+                engine is text-only; or the request took engines down (`blame.py`).
         """
         while self.state is not GenerationState.ENDED:
             engine = await self._next()
             self.state = GenerationState.SAMPLING
-            call = _EngineCall(engine, len(self._ids), self._check_of(engine), take, resumed)
             try:
-                with self._movable(engine):
-                    await self._ask(engine, partial(self._take, call))
-                if self.state is GenerationState.SAMPLING:
-                    raise EngineError(NO_FINISH, status=502)
-            except (EngineError, EngineRefusal) as error:
-                self._broken(engine, error)
+                with self._replicas.blame.attempt(engine, self._suspicion) as attempt:
+                    check = self._check_of(engine)
+                    call = _EngineCall(engine, len(self._ids), check, attempt, take, resumed)
+                    await self._call(call)
             finally:
                 if self._replicas.is_removed(engine):
                     await self._replicas.released(engine)
@@ -271,26 +280,45 @@ class Generation:
                     self.state = GenerationState.ENDED
                     take(Chunk([], [], finish_reason=end))
 
+    async def _call(self, call: _EngineCall) -> None:
+        engine = call.engine
+        try:
+            with self._movable(engine):
+                await self._ask(engine, partial(self._take, call))
+            if self.state is GenerationState.SAMPLING:
+                raise EngineError(NO_FINISH, status=502)
+        except (EngineError, EngineRefusal) as error:
+            self._broken(call, error)
+
     async def _next(self) -> Engine:
         """The replica to call next. Raises the error that ends the generation if there is none."""
         if self._ids and not _continuable(self._sampling):
             raise self._failure(
                 "an answer with a grammar or a penalty cannot be continued exactly; try again"
             )
+        blame, suspicion = self._replicas.blame, self._suspicion
         while True:
+            await blame.judged(suspicion)
             while self._replicas.paused:  # again, if the next pause began before this task woke
                 paused_s = await self._replicas.until_running()
                 if self._deadline is not None:
                     self._deadline += paused_s
             served, engine = self._replicas.policies.current(self._sampling.policy), None
+            closed = self._replicas.closed_to(suspicion)
             if served is not None:
                 engine = self._replicas.choose(
                     self._session_id,
-                    self._tried | self._unusable,
+                    self._tried | self._unusable | closed,
                     trained=self._sampling.trained,
                     adapted=served is not BASE,
-                    only_healthy=bool(self._breaks),
+                    only_healthy=bool(self._breaks or closed),
                 )
+            if engine is not None and suspicion.suspected and engine.info.healthy:
+                if not await self._is_alone_at(engine):
+                    continue
+            elif engine is None and closed:
+                await self._until_open()
+                continue
             if served is not None and engine is not None:
                 self._served = served
                 self._tried.add(engine)
@@ -298,6 +326,26 @@ class Generation:
                 return engine
             self._refuse_if_hopeless()
             await self._wait()
+
+    async def _is_alone_at(self, engine: Engine) -> bool:
+        """Waits until this suspect may begin there. False: another replica is to be chosen."""
+        blame, loop = self._replicas.blame, asyncio.get_running_loop()
+        began = loop.time()
+        alone = await blame.alone(engine, self._suspicion)
+        if alone and self._replicas.paused:
+            blame.give_up(engine, self._suspicion)
+            alone = False
+        if self._deadline is not None:
+            self._deadline += loop.time() - began
+        return alone
+
+    async def _until_open(self) -> None:
+        """Waits until a replica that is reserved for a suspect is free."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await self._replicas.blame.changed(LOOK_AGAIN_S)
+        if self._deadline is not None:
+            self._deadline += loop.time() - began
 
     def _refuse_if_hopeless(self) -> None:
         """Raises the error that ends the generation if waiting cannot help."""
@@ -346,7 +394,11 @@ class Generation:
         if self._ids:
             prompt = np.concatenate([prompt, np.array(self._ids, np.int32)])
         await engine.generate(
-            prompt, self._left, take, request_id=self._call_id, stream=self._streamed
+            prompt,
+            self._left,
+            take,
+            request_id=self._call_id,
+            stream=self._streamed or self._suspicion.suspected,  # its first token acquits it
         )
 
     @property
@@ -384,6 +436,7 @@ class Generation:
         """Passes a chunk of `call` on, after the seam before it if there is one."""
         call.check.take(chunk)
         if chunk.ids:
+            self._replicas.blame.sampled(call.engine, call.attempt)
             self._add_tokens(call, chunk.ids)
         if chunk.finish_reason is None:
             call.take(chunk)
@@ -440,8 +493,9 @@ class Generation:
             raise self._failure("try again")
         return end
 
-    def _broken(self, engine: Engine, error: EngineError | EngineRefusal) -> None:
-        """Notes why a call of `engine` ended early. Raises RequestError if it refused the first."""
+    def _broken(self, call: _EngineCall, error: EngineError | EngineRefusal) -> None:
+        """Notes why a call ended early. Raises RequestError if the engine refused the first."""
+        engine = call.engine
         if isinstance(error, _CutShort):
             cause = Cause.CUT
             if self._served != self._replicas.policies.current(self._sampling.policy):
@@ -449,14 +503,15 @@ class Generation:
                 self._tried.discard(engine)
             self._breaks.append(_Break(cause, error.message, error.status))
         elif isinstance(error, EngineError):
-            self._lose(engine, error)
+            self._lose(call, error)
         elif self._ids:
-            self._lose(engine, EngineError(error.message, status=502))
+            self._lose(call, EngineError(error.message, status=502))
         else:
             raise self._replicas.refused(engine, error) from error
 
-    def _lose(self, engine: Engine, error: EngineError) -> None:
-        failure_id = self._replicas.failed(engine, error)
+    def _lose(self, call: _EngineCall, error: EngineError) -> None:
+        engine = call.engine
+        failure_id = self._replicas.failed(engine, error, call.attempt)
         unusable = error.status == 502
         if unusable:
             self._unusable.add(engine)

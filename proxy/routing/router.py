@@ -18,6 +18,7 @@ from secrets import token_hex
 from proxy.engines.protocol import Engine, EngineInfo
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter, RequestError
 from proxy.records import ServedPolicy
+from proxy.routing.blame import Attempt, Blame, Suspicion
 from proxy.routing.cache_room import AlwaysRoom, CacheRoom, RoomClaim
 from proxy.routing.policies import Policies
 
@@ -94,6 +95,7 @@ class Router:
         decides which sessions may sample; None: all.
         """
         self.policies = Policies()
+        self.blame = Blame()
         self._engines = {engine.info.name: engine for engine in engines}
         self._vocab_size = vocab_size
         self._on_failure = on_failure
@@ -193,6 +195,7 @@ class Router:
                 f"name: there is no engine {name!r}; the engines are: {known}", status=404
             )
         self._checks.forget(engine)
+        self.blame.settle(engine, self.blame.incident(engine), down=False)
         self._removed.add(engine)
         self._admission.lost(name)
         await self._close_if_removed(engine)
@@ -216,6 +219,8 @@ class Router:
         self._admission.close()
         self._started = False
         await self._checks.close()
+        for engine in self._engines.values():
+            self.blame.settle(engine, self.blame.incident(engine), down=False)
         for engine in (*self._engines.values(), *self._removed):
             await engine.close()
 
@@ -266,6 +271,11 @@ class Router:
         if self._admission.active:
             self._admission.ended(claim.session_id, claim.call_id, path_tokens, answer_tokens)
 
+    def closed_to(self, suspicion: Suspicion) -> Set[Engine]:
+        """Implements `Replicas`."""
+        healthy = [engine for engine in self._engines.values() if engine.info.healthy]
+        return self.blame.closed_to(suspicion, healthy)
+
     def choose(
         self,
         session_id: str,
@@ -307,7 +317,7 @@ class Router:
         info = engine.info
         return max(self._version, info.version) if info.reports_version else self.version
 
-    def failed(self, engine: Engine, error: EngineError) -> str:
+    def failed(self, engine: Engine, error: EngineError, attempt: Attempt) -> str:
         """Implements `Replicas`. Only the log gets the engine's address and message."""
         name, failure_id = engine.info.name, token_hex(4)
         _log.warning("engine %s failed a call (id %s): %s", name, failure_id, error.message)
@@ -316,7 +326,9 @@ class Router:
             return failure_id
         engine.info.healthy = False
         self._hold_calls(engine)
-        self._checks.suspect(engine)
+        if self._started and self._has(engine):
+            self.blame.broken(engine, attempt, error, failure_id)
+            self._checks.suspect(engine)
         return failure_id
 
     def refused(self, engine: Engine, refusal: EngineRefusal) -> RequestError:
@@ -351,18 +363,21 @@ class Router:
 
     async def _ask(self, engine: Engine) -> EngineError | None:
         """The error of its health check; None if it is healthy."""
-        was_healthy = engine.info.healthy
+        was_healthy, incident = engine.info.healthy, self.blame.incident(engine)
         try:
             await engine.check()
         except EngineError as error:
+            self.blame.settle(engine, incident, down=True)
             self._hold_calls(engine)
             if was_healthy:
                 _log.warning("engine %s failed its check: %s", engine.info.name, error.message)
             return error
         except Exception:
             engine.info.healthy = False
+            self.blame.settle(engine, incident, down=False)
             self._hold_calls(engine)
             raise
+        self.blame.settle(engine, incident, down=False)
         if self._has(engine):
             self._admission.report(engine.info.name, engine.info.cache_tokens)
         if not was_healthy:

@@ -118,6 +118,16 @@ class ScriptedEngine:
         self.url = http_url(host, bound_port)
         return self.url
 
+    async def die(self) -> None:
+        """Stops listening and cuts every connection at once, in mid-answer too, like a process that
+        is killed. Await `close` then, which frees the rest."""
+        if self._runner is None or self._runner.server is None:
+            return
+        for site in self._runner.sites:
+            await site.stop()
+        for connection in self._runner.server.connections:
+            connection.force_close()
+
     async def close(self) -> None:
         """Stops listening and cuts every connection, like an engine that crashes."""
         for socket in self._sockets:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from proxy.engines.address import EngineAddress
-from proxy.errors import EngineError
+from proxy.errors import EngineError, UnreachableEngine
 from proxy.extras.binary_route.frames import (
     ID,
     LOGPROB,
@@ -130,7 +130,8 @@ class FramesClient:
         except aiohttp.WSServerHandshakeError:
             return False
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(f"engine {url}{PATH}: {error or type(error).__name__}") from error
+            words = f"engine {url}{PATH}: {error or type(error).__name__}"
+            raise UnreachableEngine(words) from error
         self._connection = _Connection(socket, url, self._stall_timeout_s)
         return True
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from proxy.engines.protocol import EngineInfo, Sampling, Take
-from proxy.errors import EngineError, ProxyError
+from proxy.errors import EngineError, ProxyError, UnreachableEngine
 from proxy.extras.relay.engine_call import RelayCall
 from proxy.extras.relay.protocol import (
     AbortCall,
@@ -351,7 +351,7 @@ class RelayEngine:
     def _open(self, request: Generate) -> RelayCall:
         name = self._info.name
         if self._lost or self._leaving:
-            raise EngineError(f"worker {name!r} is gone")
+            raise UnreachableEngine(f"worker {name!r} is gone")
         if len(self._calls) >= self._max_calls:
             raise EngineError(f"worker {name!r} is full: {self._max_calls} calls are in flight")
         call = self._calls[request.call] = RelayCall(request)

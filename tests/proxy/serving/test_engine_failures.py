@@ -7,7 +7,8 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -227,3 +228,47 @@ async def test_answer_goes_on_when_a_killed_engine_process_is_started_again(
     assert turn.status is TurnStatus.DONE
     assert turn.sampled_ids.tolist() == [7] * 60
     assert [(span.start, span.end) for span in turn.versions] == [(0, 60)]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", [CHAT, "messages", "responses"])
+async def test_request_that_kills_its_engines_fails_in_its_dialect_and_the_session_goes_on(
+    route: str, stream: bool, proxy: RunningProxy
+) -> None:
+    ids, engine = says(proxy, TEXT), proxy.engine
+    answers, port = engine.script, urlsplit(engine.url).port or 0
+    ends: list[asyncio.Task[None]] = []
+
+    async def restart() -> None:
+        await engine.die()
+        await engine.close()
+        await asyncio.sleep(0.2)
+        await engine.start(port=port)
+
+    async def script(prompt_ids: list[int]) -> list[int]:
+        if "POISON" in proxy.rendering.tokenizer.decode(prompt_ids):
+            ends.append(asyncio.create_task(restart()))
+            await asyncio.Event().wait()
+        return list(cast("list[int]", answers(prompt_ids)))
+
+    engine.script = script
+    session = await proxy.session()
+
+    def body(text: str) -> dict[str, Any]:
+        if route == "responses":
+            return {"input": text, "stream": stream}
+        said = [{"role": "user", "content": text}]
+        return {"messages": said, "max_tokens": 50, "stream": stream}
+
+    status, reply = await proxy.post(session, route, body("POISON"))
+    assert status == 400
+    assert reply["error"]["type"] == "invalid_request_error"
+    assert "this request took down 2 engines" in reply["error"]["message"]
+    await asyncio.gather(*ends)
+    assert len(ends) == 2
+    if stream:
+        await proxy.events(session, route, body("Count."))
+    else:
+        assert (await proxy.post(session, route, body("Count.")))[0] == 200
+    _, turns = await proxy.record(session)
+    assert [turn.sampled_ids.tolist() for turn in turns if turn.status is TurnStatus.DONE] == [ids]

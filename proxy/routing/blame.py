@@ -1,0 +1,241 @@
+"""Which call takes its engines down, found by letting suspects begin alone.
+
+    TRUSTED ─▶ SUSPECT ─▶ GUILTY
+       ▲          │
+       └──────────┘  it has run for TRUSTED_S, or the engine turned out to be alive
+
+An engine that breaks its calls is checked at once; only if the check fails, it was taken down.
+Its suspects are the calls that had no token from it and had begun less than UNPROVEN_S before; if
+there are none, those that had begun less than TRUSTED_S before. A suspect continues at an engine
+that is reserved for it until its first token, or for UNPROVEN_S. If the engine is taken down then,
+the suspect alone is suspected again. Everyone else's calls continue at the other engines.
+
+GUILTY  the call has been a suspect ENGINES_LOST times, the last time alone and before it had a
+        token; or ENGINES_LOST_LATE times, more often than every other suspect of the last one. The
+        second bound is higher because engines that die for another reason may meet the same long
+        answer twice. The call ends, and calls of the same prompt are refused for REMEMBERED_S.
+
+Invariant: at most half of the healthy engines are reserved, or the only one, and each of them only
+while its suspect is unproven. A call is never blamed for an engine that it did not reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from proxy.engines.protocol import Engine
+from proxy.errors import EngineError, MissingAdapter, RequestError, UnreachableEngine
+
+ENGINES_LOST = 2
+ENGINES_LOST_LATE = 3
+UNPROVEN_S = 2.0
+"""A request that kills its engine does so in its first step, which is a moment after it arrives."""
+TRUSTED_S = 30.0
+REMEMBERED_S = 600.0
+REMEMBERED_PROMPTS = 1024
+
+
+@dataclass(eq=False, slots=True)
+class Suspicion:
+    """What is known against one answer's calls."""
+
+    prompt: bytes
+    """What identifies an equal request: the bytes of its prompt ids."""
+    lost: list[str] = field(default_factory=list)
+    """Log ids of the failures that took an engine down while it sampled this answer."""
+    guilty: bool = False
+    incident: Incident | None = None
+    """The last one in which the call was a suspect, until it is settled."""
+
+    @property
+    def suspected(self) -> bool:
+        return bool(self.lost) or self.incident is not None
+
+
+@dataclass(eq=False, slots=True)
+class Incident:
+    """An engine broke its calls, and it is not known yet whether it is alive."""
+
+    failure_id: str
+    suspects: list[Attempt]
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One call of an engine."""
+
+    suspicion: Suspicion
+    begun_at: float
+    has_tokens: bool = False
+
+
+class Blame:
+    """The calls that run at each engine, and who is suspected of having taken one down."""
+
+    def __init__(self) -> None:
+        self._running: dict[Engine, set[Attempt]] = {}
+        self._reserved: dict[Engine, Suspicion] = {}
+        self._incidents: dict[Engine, Incident] = {}
+        self._guilty: OrderedDict[bytes, float] = OrderedDict()
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def attempt(self, engine: Engine, suspicion: Suspicion) -> Iterator[Attempt]:
+        """A context in which the engine samples for this answer."""
+        loop = asyncio.get_running_loop()
+        attempt = Attempt(suspicion, loop.time())
+        self._running.setdefault(engine, set()).add(attempt)
+        timer = None
+        if self._reserved.get(engine) is suspicion:
+            timer = loop.call_later(UNPROVEN_S, self._free, engine, suspicion)
+        try:
+            yield attempt
+        finally:
+            running = self._running[engine]
+            running.discard(attempt)
+            if not running:
+                del self._running[engine]
+            if timer is not None:
+                timer.cancel()
+            if self._reserved:
+                self._free(engine, suspicion)
+
+    def sampled(self, engine: Engine, attempt: Attempt) -> None:
+        """The engine has sampled tokens. Called for each chunk."""
+        if not attempt.has_tokens:
+            attempt.has_tokens = True
+            if self._reserved:
+                self._free(engine, attempt.suspicion)
+        if attempt.suspicion.lost and self._age_s(attempt) >= TRUSTED_S:
+            attempt.suspicion.lost.clear()
+
+    def broken(self, engine: Engine, attempt: Attempt, error: EngineError, failure_id: str) -> None:
+        """The engine broke `attempt`, and is going to be checked. The first call that breaks names
+        the suspects, because the others follow."""
+        reached = not isinstance(error, MissingAdapter | UnreachableEngine) and error.status != 502
+        if engine in self._incidents or not reached:
+            return
+        running = {*self._running.get(engine, ()), attempt}
+        suspects = [each for each in running if self._is_unproven(each)]
+        suspects = suspects or [each for each in running if self._age_s(each) < TRUSTED_S]
+        incident = self._incidents[engine] = Incident(failure_id, suspects)
+        for each in suspects:
+            each.suspicion.incident = incident
+
+    def incident(self, engine: Engine) -> Incident | None:
+        """What a check that begins now settles."""
+        return self._incidents.get(engine)
+
+    def settle(self, engine: Engine, incident: Incident | None, *, down: bool) -> None:
+        """`incident` of the engine is settled: the engine was taken down, or it is alive."""
+        if incident is None or self._incidents.get(engine) is not incident:
+            return
+        del self._incidents[engine]
+        for attempt in incident.suspects:
+            attempt.suspicion.incident = None
+            if down:
+                attempt.suspicion.lost.append(incident.failure_id)
+        ranked = sorted(incident.suspects, key=lambda each: len(each.suspicion.lost), reverse=True)
+        if down and ranked:
+            first, others = ranked[0], ranked[1:]
+            late = first.has_tokens or bool(others)
+            enough = len(first.suspicion.lost) >= (ENGINES_LOST_LATE if late else ENGINES_LOST)
+            if enough and all(len(e.suspicion.lost) < len(first.suspicion.lost) for e in others):
+                self._convict(first.suspicion)
+        incident.settled.set()
+        self._wake()
+
+    async def judged(self, suspicion: Suspicion) -> None:
+        """Waits until it is known whether the call took its last engine down.
+
+        Raises RequestError if it, or an equal request, has taken down too many.
+        """
+        while suspicion.incident is not None:
+            await suspicion.incident.settled.wait()
+        if suspicion.guilty or (self._guilty and self._is_remembered(suspicion.prompt)):
+            raise _refusal(suspicion)
+
+    def closed_to(self, suspicion: Suspicion, engines: Collection[Engine]) -> Set[Engine]:
+        """Those of the healthy `engines` at which the call may not begin now."""
+        if not self._reserved:
+            return frozenset()
+        taken = {engine for engine, by in self._reserved.items() if by is not suspicion}
+        if suspicion.suspected and len(taken) >= max(1, len(engines) // 2):
+            return {*engines, *taken}
+        return taken
+
+    async def alone(self, engine: Engine, suspicion: Suspicion) -> bool:
+        """Reserves the engine for a suspect, and waits until its other calls are proven. False if
+        it failed meanwhile. Otherwise the caller begins an `attempt` now, or calls `give_up`."""
+        self._reserved[engine] = suspicion
+        try:
+            while engine.info.healthy and (wait_s := self._unproven_for_s(engine)) > 0:
+                await self.changed(wait_s)
+        except BaseException:
+            self.give_up(engine, suspicion)
+            raise
+        if not engine.info.healthy:
+            self.give_up(engine, suspicion)
+        return engine.info.healthy
+
+    def give_up(self, engine: Engine, suspicion: Suspicion) -> None:
+        """Ends the engine's reservation for this suspect, if it has one."""
+        self._free(engine, suspicion)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when an engine is free again or an incident is settled, or after the time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _convict(self, suspicion: Suspicion) -> None:
+        suspicion.guilty = True
+        self._guilty[suspicion.prompt] = asyncio.get_running_loop().time()
+        self._guilty.move_to_end(suspicion.prompt)
+        if len(self._guilty) > REMEMBERED_PROMPTS:
+            self._guilty.popitem(last=False)
+
+    def _is_remembered(self, prompt: bytes) -> bool:
+        since = asyncio.get_running_loop().time() - REMEMBERED_S
+        while self._guilty and next(iter(self._guilty.values())) <= since:
+            self._guilty.popitem(last=False)
+        return prompt in self._guilty
+
+    def _unproven_for_s(self, engine: Engine) -> float:
+        """How long from now until all calls of the engine are proven, if none gets a token."""
+        unproven = [each for each in self._running.get(engine, ()) if self._is_unproven(each)]
+        return max((UNPROVEN_S - self._age_s(each) for each in unproven), default=0.0)
+
+    def _is_unproven(self, attempt: Attempt) -> bool:
+        return not attempt.has_tokens and self._age_s(attempt) < UNPROVEN_S
+
+    def _age_s(self, attempt: Attempt) -> float:
+        return asyncio.get_running_loop().time() - attempt.begun_at
+
+    def _free(self, engine: Engine, suspicion: Suspicion) -> None:
+        if self._reserved.get(engine) is suspicion:
+            del self._reserved[engine]
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _refusal(suspicion: Suspicion) -> RequestError:
+    what = "an equal request took down its engines"
+    if suspicion.guilty:
+        ids = ", ".join(suspicion.lost)
+        what = f"this request took down {len(suspicion.lost)} engines (ids {ids})"
+    return RequestError(
+        f"{what} and is not sent to another one: send a different request; the proxy's log has the"
+        " engines' errors",
+        code="engines_lost",
+    )
