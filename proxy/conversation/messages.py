@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, Literal
 
 import msgspec
@@ -132,6 +133,17 @@ def own_call_id(call_id: str, answer: Sequence[ToolCall]) -> str:
     return new_call_id(answer)
 
 
+def missing_call_id(calls: Sequence[ToolCall]) -> str | None:
+    """The id of the first call of an answer that is not among these; None if the proxy has not
+    given them their ids."""
+    found = [_CALL_ID.fullmatch(call.id) for call in calls]
+    groups = {each and each["group"] for each in found}
+    if len(groups) != 1 or None in groups:
+        return None
+    known, (group,) = {call.id for call in calls}, groups
+    return next(each for n in count() if (each := f"{group}{n:04x}") not in known)
+
+
 def dump_answer(message: Message) -> bytes:
     """The JSON that a `Turn` records as its `answer`."""
     return orjson.dumps(
@@ -194,6 +206,8 @@ def _joined(first: Message, second: Message) -> Message:
     if len(reasoning) == 2 and _is_only_reasoning(first):
         reasoning = reasoning[1:]
     calls = [*first.tool_calls, *second.tool_calls]
+    if missing_call_id(calls) is not None:
+        calls.sort(key=lambda call: call.id)
     compacted = first.compacted or second.compacted
     reasoned = "\n".join(reasoning) or None
     return Message("assistant", "\n".join(texts), reasoned, calls, compacted=compacted)

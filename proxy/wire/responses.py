@@ -10,13 +10,19 @@ which later requests bring back in an item of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from proxy.conversation.free_form import FREE_FORM, free_arguments
-from proxy.conversation.messages import Conversation, Message, Role, ToolCall
+from proxy.conversation.messages import (
+    Conversation,
+    Message,
+    Role,
+    ToolCall,
+    missing_call_id,
+)
 from proxy.conversation.references import AnswerPart, ReferringConversation
 from proxy.errors import ProxyError, RequestError
 from proxy.wire.chat import MAX_TOP_LOGPROBS, json_object, openai_error, parse_content
@@ -154,9 +160,13 @@ def parse_input(
     if isinstance(fields.get("input"), str):
         return [Message("user", fields.text("input"))]
     found: list[Message | AnswerPart | None] = []
+    searched = set[str]()
     for number, item in enumerate(fields.objects("input")):
         if unfilled is not None and item.get("type") == "web_search_call":
-            call, text = item_search(item, number)
+            among = missing_call_id(_same_answer(found, searched))
+            call, text = item_search(item, among or f"ws_{number}")
+            if among is not None:
+                searched.add(call.id)
             result = Message("tool", text or "", tool_call_id=call.id)
             found += [Message("assistant", tool_calls=[call]), result]
             if text is None:
@@ -164,6 +174,22 @@ def parse_input(
         else:
             found.append(_parse_item(item))
     return [message for message in found if message is not None]
+
+
+def _same_answer(
+    found: Sequence[Message | AnswerPart | None], searched: Collection[str]
+) -> list[ToolCall]:
+    """The calls before a search that are of the same answer: its item follows those of the agent's
+    own calls, also where the model searched first. `searched`: the ids of such searches."""
+    calls: list[ToolCall] = []
+    for message in reversed(found):
+        if not isinstance(message, Message):
+            break
+        if message.role == "assistant":
+            calls += message.tool_calls
+        elif message.role != "tool" or message.tool_call_id not in searched:
+            break
+    return calls
 
 
 def _takes_trigger(fields: Fields) -> bool:

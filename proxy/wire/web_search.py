@@ -10,6 +10,7 @@ the record (Responses, whose items have no results), so that the next request ex
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -124,9 +125,13 @@ def search_item(result: ResultDelta, turn: int) -> JsonObject:
     }
 
 
-def item_search(item: Fields, number: int) -> tuple[ToolCall, str | None]:
-    """The call of an item that comes back, and its result; None if that is in the record. `number`
-    counts the items of the request: not every client sends ids."""
-    query = item.child("action").get("query")
-    call = ToolCall(f"ws_{number}", WEB_SEARCH, orjson.dumps({"query": query}).decode())
+def item_search(item: Fields, call_id: str) -> tuple[ToolCall, str | None]:
+    """The call of an item that comes back, and its result; None if that is in the record.
+    `call_id` is for a client that sends no ids of items."""
+    own = _ITEM_ID.fullmatch(item.optional_text("id") or "")
+    arguments = orjson.dumps({"query": item.child("action").get("query")}).decode()
+    call = ToolCall(own["call_id"] if own else call_id, WEB_SEARCH, arguments)
     return call, UNAVAILABLE if item.get("status") == "failed" else None
+
+
+_ITEM_ID = re.compile(r"ws_[0-9]{1,9}_(?P<call_id>.+)")

@@ -253,6 +253,62 @@ async def test_calls_of_both_kinds_in_one_answer(start_proxy: StartProxy, how: s
     assert_one_path((await proxy.record(session))[1], 2)
 
 
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("left_out", [(), ("id",)])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (CALL, SHELL_CALL),
+        (SHELL_CALL, CALL),
+        (CALL, SHELL_CALL, CALL.replace("otters", "seals")),
+        (SHELL_CALL, CALL, SHELL_CALL, CALL.replace("otters", "seals")),
+    ],
+)
+async def test_calls_of_both_kinds_in_one_answer_of_responses(
+    start_proxy: StartProxy, calls: tuple[str, ...], left_out: tuple[str, ...], how: str
+) -> None:
+    """The items of searches follow those of the agent's own calls, without the place that they had
+    and, as Codex sends them, also without ids. The history extends the path all the same."""
+    proxy = await start_proxy(tools=BACKEND)
+    proxy.answers(script("\n".join(calls)))
+    session = await proxy.session()
+    answer = await ask(proxy, session, "responses", responses_body(stream=how == "stream"))
+    own = [item for item in answer["output"] if item["type"] == "function_call"]
+    searched = answer["output"][len(own) :]
+    assert len(own) == calls.count(SHELL_CALL)
+    assert {item["type"] for item in searched} == {"web_search_call"}
+    assert len(searched) == len(calls) - len(own)
+    back = [{k: v for k, v in item.items() if k not in left_out} for item in answer["output"]]
+    back += [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "a.py"}
+        for item in own
+    ]
+    more = await ask(proxy, session, "responses", responses_body(*back))
+    assert more["output"][0]["content"][0]["text"] == "Found otters."
+    back += [{k: v for k, v in more["output"][0].items() if k not in left_out}]
+    last = responses_body(*back, {"role": "user", "content": "Go on."})
+    assert (await ask(proxy, session, "responses", last))["output"][0]["content"][0][
+        "text"
+    ] == "Bye."
+    assert_one_path((await proxy.record(session))[1], 3)
+
+
+async def test_two_searches_of_one_answer_of_responses_extend_the_path(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(tools=BACKEND)
+    proxy.answers(script(CALL + "\n" + CALL.replace("otters", "seals")))
+    session = await proxy.session()
+    answer = await ask(proxy, session, "responses", responses_body())
+    kinds = [item["type"] for item in answer["output"]]
+    assert kinds == ["web_search_call", "web_search_call", "message"]
+    more = responses_body(*answer["output"], {"role": "user", "content": "Go on."})
+    assert (await ask(proxy, session, "responses", more))["output"][0]["content"][0][
+        "text"
+    ] == "Bye."
+    assert_one_path((await proxy.record(session))[1], 3)
+
+
 async def test_retry_gets_the_recorded_answers(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(tools=BACKEND)
     proxy.answers(script())
