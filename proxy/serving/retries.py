@@ -5,17 +5,19 @@
       or no agent waits for the running one any more     joins it (`joins`)
     answered, but the answer did not arrive              gets that answer replayed (`Replay`)
     answered, and the new one is a retry                 gets it replayed once
+    answered in part, and no answer arrived              is sampled, and supersedes that part
     cut, and the new one is a retry or in another form   is sampled and supersedes nothing
     answered, and the new one came after the answer, in
       another form (stream or not) or with a larger
       max_tokens, or is a second retry                   is sampled, and supersedes the answer
     anything else                                        is sampled as a sibling
 
-"Answered" means that the turn is DONE and no later turn continues it, except for a required call
-(`forced_call`) that none continues. A request can only repeat what was sent before it arrived: two
-concurrent requests never supersede each other, however they differ. Invariant: a superseded answer
-is never trained, and an answer that an agent may still continue is never superseded by a request
-that was sent before the answer arrived.
+"In part" means that fewer of the `n` answers are recorded than the new request wants: recording one
+of them failed. "Answered" means that the turn is DONE and no later turn continues it, except for a
+required call (`forced_call`) that none continues. A request can only repeat what was sent before it
+arrived: two concurrent requests never supersede each other, however they differ. Invariant: a
+superseded answer is never trained, and an answer that an agent may still continue is never
+superseded by a request that was sent before the answer arrived.
 """
 
 from __future__ import annotations
@@ -89,20 +91,22 @@ class RetryBook:
         `sending` are the turns whose answers are on their way, which no agent can have rejected.
         """
         open_ended = self._open_ended(tree, same, asked)
-        arrived = [node for node in open_ended if node.index not in sending]
+        settled = [node for node in open_ended if node.index not in sending]
         lost = self._lost(open_ended, asked)
         if lost:
             self.lost.difference_update(lost)
             return Replay(lost)
+        never_arrived = {node.index for node in settled if node.index in self.lost}
         cut = self._repeated_cut_call(same, asked)
         if cut:
             self.repeated.update(cut)
-            return Resample()
+            return Resample(_with_calls(tree, never_arrived, asked))
         again = self._for_a_retry(open_ended, asked)
         if again:
             self.repeated.update(again)
             return Replay(again)
-        return Resample(self._superseded(tree, arrived, asked))
+        rejected = never_arrived | self._rejected(tree, settled, asked)
+        return Resample(_with_calls(tree, rejected, asked))
 
     def required_call(self, tree: TokenTree, asked: Asked, said: Outcome) -> Replay | None:
         """The recorded turn that continues the recorded answer `said` with the required call."""
@@ -164,8 +168,8 @@ class RetryBook:
         of_the_answer = sum(call.shared_tokens > node.prompt_tokens for call in calls)
         return node.children > of_the_answer or any(call.children for call in calls)
 
-    def _superseded(self, tree: TokenTree, arrived: list[Node], asked: Asked) -> tuple[int, ...]:
-        """The answers that the agent rejected, with the required calls that continue them."""
+    def _rejected(self, tree: TokenTree, arrived: list[Node], asked: Asked) -> set[int]:
+        """The answers that the agent had and rejected."""
         room = asked.request.options.max_tokens
         before = [node for node in arrived if self._arrived_before(node.index, asked)]
         found = {n.index for n in before if room is not None and _ends_at(tree, n, asked) < room}
@@ -175,9 +179,7 @@ class RetryBook:
             if asked.caller.is_retry or in_another_form(attempt, asked):
                 own = attempt.turns if attempt else (latest,)
                 found.update(node.index for node in before if node.index in own)
-        calls = [call for index in found for call in calls_after(index, asked, tree)]
-        found.update(call.index for call in calls if call.status is TurnStatus.DONE)
-        return tuple(sorted(found))
+        return found
 
     def _arrived_before(self, index: int, asked: Asked) -> bool:
         attempt = self.ended.get(index)
@@ -188,6 +190,12 @@ def joins(asked: Asked, running: Asked, *, is_awaited: bool) -> bool:
     """Whether a request joins the running call of an equal one: it is marked as a retry, or no
     agent waits for that call (`is_awaited`) any more; and the call gives what it asks for."""
     return _parts(asked) == _parts(running) and (asked.caller.is_retry or not is_awaited)
+
+
+def _with_calls(tree: TokenTree, answers: AbstractSet[int], asked: Asked) -> tuple[int, ...]:
+    """The answers, and the required calls that continue them."""
+    calls = [call for index in answers for call in calls_after(index, asked, tree)]
+    return tuple(sorted({*answers, *(c.index for c in calls if c.status is TurnStatus.DONE)}))
 
 
 def _parts(asked: Asked) -> tuple[int, bool, int]:

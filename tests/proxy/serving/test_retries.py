@@ -12,7 +12,9 @@ import aiohttp
 import orjson
 import pytest
 
+from agent_loop.trajectory import build_segments
 from proxy.client import ProxyClientError, SessionHandle
+from proxy.errors import StoreError
 from proxy.records import Turn, TurnStatus
 from proxy.store.protocol import DeliveryMark
 from proxy.store.sqlite import SqliteStore
@@ -431,6 +433,42 @@ async def test_second_retry_of_a_delivered_answer_supersedes_it(proxy: RunningPr
     assert again["choices"] == first["choices"]
     await proxy.post(session, CHAT, chat(), **RETRY)
     assert await statuses(proxy, session) == [TurnStatus.SUPERSEDED, TurnStatus.DONE]
+
+
+@pytest.mark.parametrize("headers", [{}, RETRY], ids=["repeated", "retry"])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+async def test_retry_of_answers_of_which_one_was_not_recorded_is_trained_alone(
+    start_proxy: StartProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: int,
+    headers: dict[str, str],
+) -> None:
+    store = MarkingStore(tmp_path / "some.db")
+    proxy = await start_proxy(store=store)
+    session = await proxy.session()
+    commit = store.commit_turn
+
+    async def fails_at_one(turn: Turn, quota: str) -> None:
+        if turn.index == failing:
+            raise StoreError("database or disk is full")
+        await commit(turn, quota)
+
+    monkeypatch.setattr(store, "commit_turn", fails_at_one)
+    assert (await proxy.post(session, CHAT, chat(n=3)))[0] == 503
+    monkeypatch.undo()
+    for _ in range(failing):
+        await store.marks.acquire()
+
+    status, answered = await proxy.post(session, CHAT, chat(n=3), **headers)
+
+    assert (status, len(answered["choices"])) == (200, 3)
+    _, turns = await proxy.record(session)
+    expected = [TurnStatus.SUPERSEDED] * failing + [TurnStatus.CUT] * (3 - failing)
+    assert [turn.status for turn in turns] == [*expected, *[TurnStatus.DONE] * 3]
+    trained = sum(int(segment.mask.sum()) for segment in build_segments(turns))
+    assert trained == answered["usage"]["completion_tokens"]
+    await store.close()
 
 
 async def test_error_while_an_intent_is_recorded_leaves_the_record_readable(
