@@ -37,6 +37,9 @@ forwarder confirms the answer."""
 CONFIRMED_PATH = "/forwarded/{number}"
 CONNECT_TIMEOUT_S = 2.0
 CONFIRM_TIMEOUT_S = 3.0
+LEFT_S = 0.5
+"""How long the end of an answer is awaited when its agent has left: it follows the last event at
+once, and what is not at its end must be aborted soon."""
 PROBE_EVERY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -178,6 +181,24 @@ async def forward(
         ProxyError: 503, the holder is alive and silent. It may be so for hours, so nothing is
             tried again here.
     """
+    begun = asyncio.Event()
+    passing = asyncio.create_task(_forward(request, body, address, unread_s, begun))
+    try:
+        return await asyncio.shield(passing)
+    except asyncio.CancelledError:  # the agent has left, perhaps because it has the whole answer
+        if begun.is_set():
+            await asyncio.wait([passing], timeout=LEFT_S)
+        passing.cancel()
+        await asyncio.wait([passing])
+        if not passing.cancelled():
+            passing.exception()  # the handler is cancelled, whatever it is
+        raise
+
+
+async def _forward(
+    request: web.Request, body: bytes, address: str, unread_s: float, begun: asyncio.Event
+) -> web.StreamResponse | None:
+    """See `forward`. `begun` is set when the holder's answer begins."""
     number = secrets.token_urlsafe(16)
     async with _client(address, keep_s=2 * unread_s) as http:
         try:
@@ -190,6 +211,7 @@ async def forward(
         async with answer:
             if answer.status == _MISDIRECTED:
                 return None
+            begun.set()
             response, whole = await _pass_on(http, request, address, answer, unread_s)
             if whole and answer.status == 200:
                 await _confirm(address, number)
@@ -277,22 +299,28 @@ async def _pass_on(
     unread_s: float,
 ) -> tuple[web.StreamResponse, bool]:
     """The response, and whether all of it was sent. Raises ConnectionError if the agent
-    disconnects, or does not read it in time."""
+    disconnects before, or does not read it in time."""
     headers = {k: v for k, v in answer.headers.items() if k.lower() not in _OF_THE_CONNECTION}
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
+    sent = False
     try:
         async with _while_alive(http, address):
             async for data in answer.content.iter_any():
                 async with read_in_time(request, unread_s, len(data)):
                     await response.write(data)
+                sent = is_sent(request)
     except (aiohttp.ClientError, TimeoutError):  # break the agent's connection too
         if request.transport is not None:
             request.transport.abort()
         return response, False
-    async with read_in_time(request, unread_s, 0):
-        await response.write_eof()
-        await until_sent(request)
+    try:
+        async with read_in_time(request, unread_s, 0):
+            await response.write_eof()
+            await until_sent(request)
+    except ConnectionError:
+        if not sent:  # an agent may leave when it has the last event
+            raise
     return response, True
 
 

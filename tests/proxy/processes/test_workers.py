@@ -8,12 +8,14 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -88,6 +90,46 @@ async def test_sessions_are_consistent_in_all_processes(
     assert [turn.parent for turn in turns] == [None, *range(11)]
     assert all(turn.status is TurnStatus.DONE for turn in turns)
     assert refused == [409] * 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_equal_requests_on_new_connections_are_each_sampled(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path, stream: bool
+) -> None:
+    end = rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    numbers = iter(range(100, 200))
+    async with ScriptedEngine(lambda _: [next(numbers), end]) as engine:
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, _):
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                session = await control.create_session()
+                body = {"messages": [{"role": "user", "content": "Count."}], "stream": stream}
+                for _ in range(12):
+                    await asyncio.to_thread(ask_and_leave, session, body)
+                _, turns = await control.get_turns(session.trial_id)
+    assert [turn.status for turn in turns] == [TurnStatus.DONE] * 12
+
+
+def ask_and_leave(session: SessionHandle, body: dict[str, Any]) -> None:
+    """Calls on a new connection, and closes it as soon as the answer is complete."""
+    address, data = urlsplit(session.base_url), orjson.dumps(body)
+    lines = [f"POST {address.path}/chat/completions HTTP/1.1", f"Host: {address.netloc}"]
+    lines += [f"Authorization: Bearer {session.api_key}", f"Content-Length: {len(data)}"]
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        got = b""
+        while not _is_whole(got):
+            part = connection.recv(65536)
+            assert part, got
+            got += part
+    assert got.startswith(b"HTTP/1.1 200")
+
+
+def _is_whole(got: bytes) -> bool:
+    head, _, rest = got.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    if length is not None:
+        return len(rest) >= int(length[1])
+    return b"[DONE]" in rest or rest.endswith(b"0\r\n\r\n")
 
 
 async def test_concurrent_calls_and_their_retries_are_each_sampled_once(
