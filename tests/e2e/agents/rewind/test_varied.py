@@ -27,7 +27,7 @@ from tests.e2e.agents.rewind.varied import (
     varied_trial,
 )
 
-PAGE = Path(__file__).parents[4] / "docs" / "rewind.md"
+PAGE = Path(__file__).parents[4] / "docs" / "notes" / "rewind.md"
 TOOLS = '<tools>\n{"name": "bash", "parameters": {"properties": {"command": {}}}}\n</tools>\n'
 
 
