@@ -3,9 +3,7 @@
 Invariant: evaluation runs in EVAL sessions (the agent's own sampling, no trainable token), and its
 rollouts are used in the report only. A failed trial is counted and left out of every mean.
 
-Compares evaluations of the same tasks: differences of success, paired by task.
-
-Invariant: a difference is taken over the tasks that both evaluations judged, because other tasks
+Evaluations of the same tasks are compared by differences of success, paired by task: a difference is taken over the tasks that both evaluations judged, because other tasks
 may be easier or harder.
 """
 

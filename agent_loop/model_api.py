@@ -1,6 +1,5 @@
-"""The headers of a service whose API key is in an environment variable.
-
-One request to a model behind OpenAI's Chat Completions, for judges.
+"""Requests to another model's API, for judges: one call of OpenAI's Chat Completions, and the headers
+of a service whose key is in an environment variable.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class RolloutStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A trial with its rewards and its tree. `trial_outcome.py` builds it completely, in one place.
+    """A trial with its rewards and its tree. `trial/outcome.py` builds it completely, in one place.
 
     Example: Rollout(trial_id="sum-17-9fJq", task=Task(…), status=RolloutStatus.DONE,
                      reward=1.0, segments=(Segment(…),), turn_returns={0: 1.0, 1: 1.0})

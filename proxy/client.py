@@ -1,11 +1,8 @@
 """`ProxyClient`: the client of the proxy's control plane.
 
 Invariant: it never retries. A call returns the proxy's answer or raises an exception. The caller
-knows whether the call is idempotent and decides whether to repeat it.
-
-Answers of the proxy's control plane, as `ProxyClient` returns them.
-
-Control calls to a proxy that is being restarted.
+knows whether the call is idempotent and decides whether to repeat it. `patiently`
+repeats one while the proxy is being restarted.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Invariant: no step is executed with a gradient that is not finite.
 
-AdamW of one weight at a time, with moments in the machine's memory or weights in bfloat16.
-
-torch computes the update, in float32, so that without either of the two it equals
+A part of it is AdamW of one weight at a time, with moments in the machine's memory or weights in
+bfloat16. torch computes the update, in float32, so that without either of the two it equals
 `torch.optim.AdamW` bit for bit. Invariant: the moments are float32, also after they were loaded.
 
 A weight in bfloat16 has 8 bits, and a step is smaller than a quarter of its last bit in nearly

@@ -1,10 +1,4 @@
-"""Finds the calls in which an agent summarises its history: a compaction's own turns.
-
-An agent that compacts asks for a summary and then begins again with a prompt that quotes the
-answer. Such a prompt is a fork with the cause `compaction`; the summary is the latest earlier
-answer of which the prompt quotes a line, as in `proxy.token_tree.fork_cause`.
-
-Credits a trial's reward to its turns: which turns get a return, and how large it is.
+"""Credits a trial's reward to its turns: which turns get a return, and how large it is.
 
 The turns form a tree, in which a turn's parent is the turn whose answer it continues. The return of
 turn t is
@@ -18,6 +12,10 @@ its return (it would if distances were counted in order of arrival). The first t
 compaction continues both the turn before it and the call that sampled the summary, so that a
 summary's return is that of what follows it. Invariant: a turn that the credit policy leaves out is
 listed in `untrained`, so that it is context; a return of 0 would train it.
+
+A compaction's own turns are the calls in which an agent summarises its history. An agent that compacts asks for a summary and then begins again with a prompt that quotes the
+answer. Such a prompt is a fork with the cause `compaction`; the summary is the latest earlier
+answer of which the prompt quotes a line, as in `proxy.token_tree.fork_cause`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Removes folders that an agent has filled, however it has filled them.
-
-Removes the folders of finished trials, so that a long run needs bounded space.
+"""Removes the folders of finished trials, however an agent has filled them, so that a long run needs
+bounded space.
 
 Invariant: the folder of a running trial is never removed, and of the finished ones the oldest go
 first.

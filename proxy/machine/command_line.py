@@ -1,10 +1,8 @@
-"""Imports of large packages, without the garbage collections that take a sixth of their time.
+"""What the commands of proxy, trainer, swarm and relay share: imports of large packages without the
+garbage collections that take a sixth of their time, standard output, and the option `--version`.
 
-Standard output of the commands of proxy, trainer, swarm and relay.
-
-Invariant: what a command prints never ends it because the terminal's encoding lacks a character.
-
-The option `--version` of a command. The installed version is read only when it is asked for.
+Invariants: what a command prints never ends it because the terminal's encoding lacks a character;
+the installed version is read only when it is asked for.
 """
 
 from __future__ import annotations

@@ -1,24 +1,18 @@
-"""Passes secrets to child processes, and hides them from other processes of the same user.
+"""Secrets: how they come from files, go to child processes, and stay out of what people see.
 
-Invariant: no environment and no command line contains a secret of ours. A parent passes it to its
-child through a pipe, which is empty once the child has read it.
+Invariants:
+- No environment and no command line contains a secret of ours. A parent passes it to its child
+  through a pipe, which is empty once the child has read it.
+- Where a configuration gives a secret as a file (`token_file` in place of `token`), the content of
+  the file, without white space around it, takes the place of the key before the configuration is
+  checked, so that the code that uses a secret does not know where it came from.
+- No configuration that is shown contains the value of a key whose name is that of a secret, the
+  user and the password of a URL, or the value of `NAME=VALUE`, `name: VALUE` or `--name VALUE`
+  where the name is that of a secret; at any depth, in lists, too. Numbers of tokens and the paths
+  of files of secrets are shown.
 
-Secrets that a configuration gives as a file: `token_file` in place of `token`.
-
-Invariant: the content of the file, without white space around it, takes the place of the key before
-the configuration is checked, so the code that uses a secret does not know where it came from.
-
-A configuration as people see it: without its secrets.
-
-Invariant: no result contains the value of a key whose name is that of a secret, the user and the
-password of a URL, or the value of `NAME=VALUE`, `name: VALUE` or `--name VALUE` where the name is
-that of a secret; at any depth, in lists, too. Numbers of tokens and the paths of files of secrets
-are shown.
-
-The password in a store's URL: given as a file, and not shown.
-
-Example: postgresql://agentic@db:5432/agentic with the file's content `p@ss/word` becomes
-postgresql://agentic:p%40ss%2Fword@db:5432/agentic.
+A store's password is given as a file: postgresql://agentic@db:5432/agentic with the file's content
+`p@ss/word` becomes postgresql://agentic:p%40ss%2Fword@db:5432/agentic.
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ would not be independent of them. An answer with penalties or a grammar is not c
 engines count penalties from the start of a call and begin the grammar there. Stop strings that
 straddle a seam are found in the text (`proxy/serving/answer.py`).
 
-The points at which one replica stopped sampling an answer and another call continued it.
-
-What a generation needs of the engines as a whole. `proxy.routing.router.Router` implements it.
+`Seam` is a point at which one replica stopped sampling and another call continued; `Replicas` is
+what a generation needs of the engines as a whole, which the router implements.
 """
 
 from __future__ import annotations

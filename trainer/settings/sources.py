@@ -1,17 +1,11 @@
-"""The keys of a configuration, read from the sections that define them.
+"""Reads a configuration from its sources: command line > environment > YAML files > default.
 
-Invariant: a key's text is the docstring below its field, and its bounds are the bounds that are
-checked, so that the documentation of a key cannot differ from the code.
-
-Reads a configuration from its sources: command line > environment > YAML files > default.
-
-Invariant: a value overrides the values of the sources after it in that order, and every error names
-the key, its value, its source and what to do.
-
-The names that keys have in other trainers, and their names here.
-
-The error for another trainer's key names the key to use here, so that the error messages are
-enough to translate a configuration of verl, AReaL or AgentJet.
+Invariants:
+- A value overrides the values of the sources after it in that order, and every error names the key,
+  its value, its source and what to do. The error for another trainer's key names the key to use
+  here, so that the messages are enough to translate a configuration of verl, AReaL or AgentJet.
+- A key's text is the docstring below its field, and its bounds are the bounds that are checked, so
+  that the documentation of a key cannot differ from the code.
 """
 
 from __future__ import annotations

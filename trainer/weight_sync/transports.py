@@ -5,7 +5,7 @@
 `gloo`  broadcast over gloo, engines on any machine, without a GPU, while they sample (vLLM's client
         for `nccl` with another process group, `gloo_trainer.py`)
 
-Engines that none of these reach pull weights from files: `publisher.py`.
+Engines that none of these reach pull weights from files: `extras/relay/published_weights.py`.
 
 `nccl` needs GPUs and was not run on any. Invariant: its operations, which NCCL itself never ends if
 a member is lost, end as soon as an engine has refused an update or is found dead.

@@ -1,4 +1,4 @@
-"""The client of the binary route of a vLLM server (`vllm_frames.py`).
+"""The client of the binary route of a vLLM server (`vllm.py`).
 
 All calls share one WebSocket, and each message has the new tokens of all of them. Invariant: a call
 gets its tokens in order and completely, or an EngineError that says why not; and one that does not

@@ -1,7 +1,7 @@
 """The messages of the binary route of a vLLM server, in msgpack in binary WebSocket frames.
 
-All calls of a client share one connection. `vllm_frames.py` is the server's side, and
-`frames_client.py` the client's. Ids are raw little-endian int32, and log-probabilities raw
+All calls of a client share one connection. `vllm.py` is the server's side, and
+`client.py` the client's. Ids are raw little-endian int32, and log-probabilities raw
 little-endian float64, in which the float32 of an engine is exact. Imports nothing that a vLLM
 server does not have.
 

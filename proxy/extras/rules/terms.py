@@ -64,7 +64,7 @@ class SearchTerms:
     """The name of a tool that the turn's answer or request calls."""
     cause: ForkCause | None = None
     edits_tests: bool = False
-    """A tool call changes a file of tests (`proxy.extras.rules.edited_tests.py`)."""
+    """A tool call changes a file of tests (`edited_tests.py`)."""
     answers_only: bool = False
     """Only the answer counts, not what the agent sent."""
 

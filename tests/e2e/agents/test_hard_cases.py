@@ -156,7 +156,9 @@ async def test_history_that_no_longer_fits_is_compacted_by_the_agent(
     ((after, summary),) = summaries(turns).items()
     assert b"Nothing is done." in turns[summary].answer
     assert summary < after
-    masked = assign_credit(turns, 1.0, (), CreditConfig(function={"target": "benchmarks.compaction.masked:masked"}))
+    masked = assign_credit(
+        turns, 1.0, (), CreditConfig(function={"target": "benchmarks.compaction.masked:masked"})
+    )
     assert summary in masked.untrained
     assert masked.returns == {t: 1.0 for t in rollout.turn_returns if t != summary}
     assert_trained_once(rollout, proxy)

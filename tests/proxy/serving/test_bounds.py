@@ -161,7 +161,7 @@ async def test_decompressed_bytes_count_towards_the_limit_of_the_process(
 async def test_answer_must_be_read_within_the_configured_time(
     start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`test_http_request.py` tests what happens to a client that does not read its answer."""
+    """`test_server.py` tests what happens to a client that does not read its answer."""
     limits_s: list[float] = []
 
     def watched(request: web.Request, limit_s: float, sent_bytes: int) -> Any:

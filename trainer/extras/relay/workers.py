@@ -1,6 +1,6 @@
 """The relay workers of a run: starts them, waits until the proxy has them, restarts those that end.
 
-A worker gets the proxy's address and the relay token by its standard input (`relay_node.py`), and
+A worker gets the proxy's address and the relay token by its standard input (`node.py`), and
 for commands of a user's own the path of a file with the token in `AGENTIC_WORKER_TOKEN_FILE`.
 
 Invariant: each start of a worker has a name of its own at the proxy, so that a predecessor which is
