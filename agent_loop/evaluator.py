@@ -3,8 +3,8 @@
 Invariant: evaluation runs in EVAL sessions (the agent's own sampling, no trainable token), and its
 rollouts are used in the report only. A failed trial is counted and left out of every mean.
 
-Evaluations of the same tasks are compared by differences of success, paired by task: a difference is taken over the tasks that both evaluations judged, because other tasks
-may be easier or harder.
+Evaluations of the same tasks are compared by differences of success, paired by task: a difference
+is taken over the tasks that both evaluations judged, because other tasks may be easier or harder.
 """
 
 from __future__ import annotations

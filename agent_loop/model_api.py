@@ -1,5 +1,5 @@
-"""Requests to another model's API, for judges: one call of OpenAI's Chat Completions, and the headers
-of a service whose key is in an environment variable.
+"""Requests to another model's API, for judges: one call of OpenAI's Chat Completions, and the
+headers of a service whose key is in an environment variable.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ to be trained (`stale`).
 
 Shapes: `G` groups, `R` rollouts, `S` sequences (one per trajectory), `N` trained tokens.
 
-A batch is divided over the ranks. Invariant: every sequence of a batch that is divided over the ranks, with all of its tokens, is in
-exactly one part. A part is a batch of its own, whose sequences and tokens have the same order as in
-the whole batch, and it holds nothing of the others.
+A batch is divided over the ranks. Invariant: every sequence of a batch that is divided over the
+ranks, with all of its tokens, is in exactly one part. A part is a batch of its own, whose sequences
+and tokens have the same order as in the whole batch, and it holds nothing of the others.
 """
 
 from __future__ import annotations

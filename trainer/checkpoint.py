@@ -11,9 +11,10 @@
 Invariant: a folder named `step-…` is complete: it is written under another name, flushed to disk
 and then renamed. A save that fails (disk full) leaves the earlier checkpoints untouched.
 
-The folder `state/` is read without running anyone's code: DCP's metadata is a pickle, and so are its values that are not tensors; a stranger's checkpoint, or
-one in a bucket that others write, could run code with them. Invariant: reading a folder calls only
-the constructors in `_ALLOWED`, and a folder with anything else is refused.
+The folder `state/` is read without running anyone's code: DCP's metadata is a pickle, and so are
+its values that are not tensors; a stranger's checkpoint, or one in a bucket that others write,
+could run code with them. Invariant: reading a folder calls only the constructors in `_ALLOWED`, and
+a folder with anything else is refused.
 """
 
 from __future__ import annotations

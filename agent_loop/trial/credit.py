@@ -13,9 +13,10 @@ compaction continues both the turn before it and the call that sampled the summa
 summary's return is that of what follows it. Invariant: a turn that the credit policy leaves out is
 listed in `untrained`, so that it is context; a return of 0 would train it.
 
-A compaction's own turns are the calls in which an agent summarises its history. An agent that compacts asks for a summary and then begins again with a prompt that quotes the
-answer. Such a prompt is a fork with the cause `compaction`; the summary is the latest earlier
-answer of which the prompt quotes a line, as in `proxy.token_tree.fork_cause`.
+A compaction's own turns are the calls in which an agent summarises its history. An agent that
+compacts asks for a summary and then begins again with a prompt that quotes the answer. Such a
+prompt is a fork with the cause `compaction`; the summary is the latest earlier answer of which the
+prompt quotes a line, as in `proxy.token_tree.fork_cause`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Removes the folders of finished trials, however an agent has filled them, so that a long run needs
-bounded space.
+"""Removes the folders of finished trials, however an agent has filled them, so that a long run
+needs bounded space.
 
 Invariant: the folder of a running trial is never removed, and of the finished ones the oldest go
 first.

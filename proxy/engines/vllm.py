@@ -1,10 +1,10 @@
 """The client of vLLM's token-in/token-out route, `POST /inference/v1/generate`.
 
-vLLM needs `--enable-scale-out` for this route. A server with the binary route (`binary_route/vllm.py`),
-such as one that we start, gets calls by that, with the same parameters and answers. Invariant:
-every id has its log-probability under the sampled distribution (the server runs with
-`--logprobs-mode processed_logprobs`); a missing one is an error. The finish
-reason `abort` becomes CUT.
+vLLM needs `--enable-scale-out` for this route. A server with the binary route
+(`binary_route/vllm.py`), such as one that we start, gets calls by that, with the same parameters
+and answers. Invariant: every id has its log-probability under the sampled distribution (the server
+runs with `--logprobs-mode processed_logprobs`); a missing one is an error. The finish reason
+`abort` becomes CUT.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Routes each call to a replica: the one that has the session's prefix, else the least loaded.
 
 Invariant: a replica that has failed is not chosen again until a health check succeeds. The only
-exception is an answer's first call when no replica is healthy: then one that failed is tried. Each replica is
-checked in a loop of its own, so that a slow check of one delays no other.
+exception is an answer's first call when no replica is healthy: then one that failed is tried. Each
+replica is checked in a loop of its own, so that a slow check of one delays no other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ranks of the trainer: which rank trains which micro-batch, and what is summed over all ranks.
 
 With `C = trainer.context_parallel`, groups of `C` consecutive ranks compute each micro-batch
-together (`context_parallel.py`), and ranks that divide the model do so, too (`extras/automodel/policy.py`); the
-groups divide the micro-batches among them.
+together (`context_parallel.py`), and ranks that divide the model do so, too
+(`extras/automodel/policy.py`); the groups divide the micro-batches among them.
 
 With `trainer.weight_copies` (HSDP), each copy of the weights is sharded over its own ranks, which
 gather them from each other only; gradients are averaged over the copies, too.
