@@ -49,7 +49,8 @@ class DataConfig(Section):
     train_sources: Mapping[str, AnyTaskSource] = Field(default_factory=dict)
     """Other sources of tasks to train on, by their names: `train_sources.NAME.function`, …"""
     val_sources: Mapping[str, AnyTaskSource] = Field(default_factory=dict)
-    """Other sources of held-out tasks, by their names; an endless one needs a `limit`."""
+    """Other sources of held-out tasks, by their names, with the keys of `train_sources`; an endless
+    one needs a `limit`."""
     harbor: Annotated[
         TaskFolders | None, Extra("agent_loop.extras.harbor.task_folders:HarborDataConfig")
     ] = None

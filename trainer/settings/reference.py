@@ -49,8 +49,10 @@ settings hold for that proxy, too.
 """
 REPEATED = re.compile(
     r"agents\.NAME\.(?!weight$|data$)|trainer\.policies\.NAME\.(optimizer|lora)\."
+    r"|data\.val_sources\.NAME\.|remote_agent\.judge\.engine\."
 )
-"""Keys that the page has already, in `remote_agent`, `data`, `optimizer` and `model.lora`."""
+"""Keys that the page has already, in `remote_agent`, `data.train_sources`, `optimizer`,
+`model.lora` and `engine`."""
 COMMON = {
     "model": "path compute_dtype lora.rank lora.update max_micro_batch_tokens",
     "engine": "replicas args max_context_tokens sleep urls",
