@@ -16,7 +16,8 @@ from harbor_sdk.server.config import ServerConfig
 from proxy.admin_key import with_admin_key
 from proxy.app import build_app
 from proxy.cli import main
-from proxy.config import ProxyConfig, load_config
+from proxy.config import SECTIONS, ProxyConfig, load_config
+from proxy.extra_registry import section_type
 from proxy.extras.relay.worker import WorkerConfig
 from proxy.metrics import Metrics
 from tests.deploy.manifests import (
@@ -193,4 +194,6 @@ def _setting(model: Any, name: str) -> bool:
     head, _, rest = name.lower().partition("__")
     if head not in model.model_fields:
         return False
-    return not rest or _setting(model.model_fields[head].annotation, rest)
+    of_extra = model is ProxyConfig and head in SECTIONS
+    section = section_type(head) if of_extra else model.model_fields[head].annotation
+    return not rest or _setting(section, rest)

@@ -76,6 +76,26 @@ def decided(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return asked("decisions", tmp_path_factory.mktemp("decisions"))
 
 
+TWICE = """
+import collections, importlib.metadata as metadata, json
+owners = collections.defaultdict(dict)
+for package in metadata.distributions():
+    for file in package.files or ():
+        if file.hash and file.parts[0] != ".." and len(file.parts) > 1:
+            owners[str(file)][package.metadata["Name"]] = file.hash.value
+print(json.dumps({file: sorted(of) for file, of in owners.items() if len(set(of.values())) > 1}))
+"""
+
+
+def test_no_two_packages_write_different_files_to_one_place() -> None:
+    """Which of the two is there would be chance, as of `cuda.bindings`, of which two versions were
+    installed."""
+    if not (ENVIRONMENT / ".ready").is_file():
+        skip_or_fail("no environment for GPUs; run python -m benchmarks.install gpu")
+    done = subprocess.run([str(PYTHON), "-c", TWICE], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {}
+
+
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return asked("updates", tmp_path_factory.mktemp("updates"))

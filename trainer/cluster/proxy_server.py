@@ -65,7 +65,9 @@ class ProxyServerConfig(RecordingConfig):
     """How messages become tokens: the name of a renderer, `template`, or `auto`."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking`."""
-    rules: Annotated[Sequence[Any], Extra("proxy.extras.rules.rules:Rules")] = ()
+    rules: Annotated[Sequence[Any], Extra("proxy.extras.rules.rules:Rules")] = Field(
+        default_factory=list
+    )
     """Searches that the started proxy makes in every recorded turn. They mark its session, and may
     end the trial or set its reward to 0 (docs/view.md)."""
     tools: ToolsConfig = Field(default_factory=ToolsConfig)

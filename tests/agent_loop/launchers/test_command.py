@@ -89,15 +89,17 @@ while not os.path.exists("daemon.pid"):
 
 
 SECRETS = (
-    *("AGENTIC_PROXY_ADMIN_KEY", "AGENTIC_PROXY_STORE", "GEMINI_API_KEY", "HF_TOKEN"),
+    *("AGENTIC_PROXY_ADMIN_KEY", "AGENTIC_PROXY_STORE", "MISTRAL_API_KEY", "HF_TOKEN"),
     *("AWS_SECRET_ACCESS_KEY", "aws_secret_access_key", "PGPASSWORD", "MYAPIKEY", "GITHUB_PAT"),
 )
+REPLACED = ("ANTHROPIC_API_KEY", "GEMINI_API_KEY", "OPENAI_API_KEY")
+"""An agent has them with the key of its session."""
 URLS = ("DATABASE_URL", "HTTPS_PROXY", "http_proxy")
 
 
 @pytest.fixture
 def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in SECRETS:
+    for name in (*SECRETS, *REPLACED):
         monkeypatch.setenv(name, "hunter2")
     for name in URLS:
         monkeypatch.setenv(name, "https://me:hunter2@host/")
