@@ -177,6 +177,7 @@ async def test_trial_fails_with_all_addresses_if_no_server_answers(trial: Trials
 
 
 def test_one_server_and_several_are_refused_together() -> None:
+    both = {"agent_name": "oracle", "server_url": "http://a", "server_urls": ["http://b"]}
+    config = HarborConfig.model_validate(both)
     with pytest.raises(ConfigurationError, match=r"server_urls=\['http://b'\]"):
-        both = {"agent_name": "oracle", "server_url": "http://a", "server_urls": ["http://b"]}
-        HarborLauncher(HarborConfig.model_validate(both))
+        HarborLauncher(config)
