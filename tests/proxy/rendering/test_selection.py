@@ -123,3 +123,19 @@ def test_family_from_outside_the_package_is_loaded_by_its_import_path(tmp_path: 
 def test_import_path_of_something_else_than_a_family_is_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"rendering\.renderer: "):
         rendering_of(tmp_path, "qwen3.jinja", renderer=path)
+
+
+@pytest.mark.parametrize("between", ["\\n", "\\n\\n", ""])
+def test_calls_of_a_template_are_joined_as_it_writes_them(tmp_path: Path, between: str) -> None:
+    checkpoint = write_checkpoint(tmp_path / "t", template="plain.jinja")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{% if not loop.first %}{{ 'BETWEEN' }}{% endif %}"
+        "<tool_call>\n<function={{ call.function.name }}>\n</function>\n</tool_call>"
+        "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (checkpoint / "chat_template.jinja").write_text(template.replace("BETWEEN", between))
+    tags = Rendering(load_tokenizer(checkpoint), RenderingConfig()).family.tags
+    assert tags is not None
+    assert tags.between_calls == tags.between_calls_after_text == between.replace("\\n", "\n")
