@@ -1,6 +1,7 @@
 """Prepares every vLLM process for the trainer (entry point `vllm.general_plugins`): registers the
 weight-transfer backends `shm` and `gloo`, corrects how errors of several workers are read, makes
-workers report in which types they hold weights, and makes a vLLM on CPU return routed experts.
+workers report in which types they hold weights, and makes a vLLM on CPU return routed experts and
+prefill the prompts of seeded requests in parts.
 
 With it, `--weight-transfer-config '{"backend": "shm"}'` makes a server take its weights from the
 trainer's shared memory. Importing this module costs nothing: an engine is loaded when it is used.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 
 from proxy.settings.extra import extra
-from trainer.weight_sync import cpu_without_images, vllm_responses
+from trainer.weight_sync import cpu_seeds, cpu_without_images, vllm_responses
 
 
 def register() -> None:
@@ -22,6 +23,7 @@ def register() -> None:
     vllm_dtypes.install()
     extra("trainer.extras.experts.cpu_routed_experts:install")()
     cpu_without_images.install()
+    cpu_seeds.install()
 
 
 def register_backends() -> None:
