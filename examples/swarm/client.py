@@ -25,27 +25,30 @@ from typing import Any
 from agent_loop.extras.swarm import Claimed, EngineState, SwarmClient, SwarmError
 
 _QUICKSTART = Path(__file__).parents[1] / "quickstart"
-_OVER = (EngineState.OFFLINE, EngineState.ERROR)
 Task = dict[str, Any]
 
 
 def main() -> int:
     arguments = _parser().parse_args()
     with SwarmClient(arguments.url) as swarm:
-        status = swarm.auto_start(arguments.config.read_text(encoding="utf-8"))
+        config = arguments.config.read_text(encoding="utf-8")
+        status = swarm.auto_start(config)
         print(f"{swarm.client_id}: engine {status.state.value}, version {status.version}")
         episodes = _episodes(_tasks(arguments.tasks, arguments.share), arguments.group_size)
         with ThreadPoolExecutor(arguments.threads) as pool:
-            workers = [pool.submit(_work, swarm, episodes) for _ in range(arguments.threads)]
+            workers = [
+                pool.submit(_work, swarm, config, episodes) for _ in range(arguments.threads)
+            ]
             rewards = [reward for worker in workers for reward in worker.result()]
         status = swarm.status()
     print(f"{len(rewards)} episodes, mean reward {sum(rewards) / max(1, len(rewards)):.3f}")
     print(f"engine {status.state.value}: {status.detail}")
-    return 0 if status.state is EngineState.OFFLINE else 1
+    return 0 if status.state is EngineState.DONE else 1
 
 
-def _work(swarm: SwarmClient, episodes: Iterator[Task]) -> list[float]:
-    """Plays one episode after another until the engine has ended."""
+def _work(swarm: SwarmClient, config: str, episodes: Iterator[Task]) -> list[float]:
+    """Plays one episode after another until the engine has ended. Resumes the run of a server that
+    was killed."""
     rewards = []
     while True:
         task = next(episodes)
@@ -55,7 +58,10 @@ def _work(swarm: SwarmClient, episodes: Iterator[Task]) -> list[float]:
                 swarm.end_episode(episode, reward=reward)
                 rewards.append(reward)
         except SwarmError as error:
-            if swarm.status().state in _OVER:
+            state = swarm.status().state
+            if state is EngineState.INTERRUPTED:
+                swarm.auto_start(config)
+            elif not state.has_engine:
                 return rewards
             print(f"{task['task_id']}: {error.message}", file=sys.stderr)
 

@@ -124,7 +124,7 @@ class AsyncSwarmClient:
                     deadline is not None and left <= self.poll_s
                 ):
                     raise
-                if (await self.status()).state in (EngineState.OFFLINE, EngineState.ERROR):
+                if not (await self.status()).state.has_engine:
                     raise
                 continue
             claimed = Claimed.model_validate(body)
@@ -261,7 +261,7 @@ class AsyncSwarmClient:
         state = (await self.status()).state
         if force_restart and state is not EngineState.OFFLINE:
             state = (await self.stop_engine()).state
-        if state in (EngineState.OFFLINE, EngineState.ERROR):
+        if not state.has_engine:
             try:
                 await self.sync_train_config(config, fresh=force_restart)
                 await self._call("POST", "/v1/start", None)
@@ -279,7 +279,7 @@ class AsyncSwarmClient:
         try:
             async with asyncio.timeout(timeout_s):
                 async for status in self.changes():
-                    if status.state in (EngineState.ERROR, EngineState.OFFLINE):
+                    if not status.state.has_engine:
                         raise SwarmError(
                             f"the engine is {status.state.value}: {status.detail}", "state"
                         )

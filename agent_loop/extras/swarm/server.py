@@ -39,7 +39,7 @@ from pydantic import BaseModel, ValidationError
 from agent_loop.extras.swarm.errors import SwarmError
 from agent_loop.extras.swarm.joint import EPISODE_KEY
 from agent_loop.extras.swarm.metrics import exposition
-from agent_loop.extras.swarm.swarm import WITHOUT_ENGINE, Swarm
+from agent_loop.extras.swarm.swarm import Swarm
 from agent_loop.extras.swarm.table import EpisodeTable
 from agent_loop.extras.swarm.wire import (
     Abort,
@@ -165,7 +165,7 @@ class SwarmServer:
 
     async def _ready(self, _: web.Request) -> web.Response:
         state = self.swarm.state
-        is_up = state not in (*WITHOUT_ENGINE, EngineState.BOOTING)
+        is_up = state.has_engine and state is not EngineState.BOOTING
         return web.json_response({"state": state.value}, status=200 if is_up else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -197,7 +197,7 @@ class SwarmServer:
         return web.Response(text=self._config_text())
 
     async def _put_config(self, request: web.Request) -> web.Response:
-        if self.swarm.state not in WITHOUT_ENGINE:
+        if self.swarm.state.has_engine:
             raise SwarmError(f"the engine is {self.swarm.state.value}: stop it first", "state")
         wanted = await _body(request, ConfigText)
         if wanted.config != self._config_text() or "fresh" in request.query:

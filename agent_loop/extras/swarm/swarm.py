@@ -41,7 +41,9 @@ CLIENT_MEMORY_S = 600.0
 """Seconds without a request after which `all_clients` no longer waits for a client."""
 DISK_RETRY_S = 5.0
 """Seconds between a failed write to the disk and the next check of the leases."""
-WITHOUT_ENGINE = (EngineState.OFFLINE, EngineState.ERROR)
+
+_RUNS = "runs"
+"""What the table has of the engine from a trainer's start to its end."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Swarm:
         await self.episodes.take_up()
         self._status.batch = int(await self._table.recall("batch") or 0)
         self.episodes.generation = int(await self._table.recall("generation") or 0)
+        self._status.state, self._status.detail = _as_found(await self._table.recall("engine"))
         self._reaper = asyncio.create_task(self._reap())
 
     async def close(self) -> None:
@@ -97,7 +100,7 @@ class Swarm:
             admission.open_engine()
         else:
             admission.close_engine(f"the engine is {state.value}")
-        if state in WITHOUT_ENGINE:
+        if not state.has_engine:
             why = f"the engine is {state.value}" + (f": {detail}" if detail else "")
             admission.refuse_all(SwarmError(why, "state"))
         self._notify()
@@ -125,7 +128,7 @@ class Swarm:
         running or starting.
         """
         self._saw(wanted.client_id)
-        if self.state in WITHOUT_ENGINE:
+        if not self.state.has_engine:
             raise self._refused(f"the engine is {self.state.value}")
         return await self.episodes.claim(wanted, self._refused)
 
@@ -149,7 +152,7 @@ class Swarm:
 
         Raises `state` if an engine is already running or starting.
         """
-        if self.state not in WITHOUT_ENGINE:
+        if self.state.has_engine:
             raise SwarmError(f"the engine is {self.state.value}: stop it first", "state")
         before, detail = self.state, self._status.detail
         self.set_state(EngineState.BOOTING)  # before anything is awaited: one start at a time
@@ -158,6 +161,7 @@ class Swarm:
             await self.episodes.abandon("its trainer has ended")
             self.episodes.generation += 1
             await self._table.remember("generation", str(self.episodes.generation))
+            await self._table.remember("engine", _RUNS)
             return await self._table.recall("run_dir") or ""
         except SwarmError:
             self.set_state(before, detail)
@@ -214,6 +218,7 @@ class Swarm:
         try:
             await self._return_batch()
             await self.episodes.abandon(why)
+            await self._table.remember("engine", state.value)
         except SwarmError as error:  # `begin` tries again, and a restarted server does the same
             _log.error("cannot record the trainer's end: %s", error.message)
         self.episodes.disconnect()
@@ -368,3 +373,15 @@ class Swarm:
                 "warning": collected.warning,
             }
         )
+
+
+def _as_found(recorded: str | None) -> tuple[EngineState, str]:
+    """The engine's state after a restart of the server, and what to say of it."""
+    if recorded == _RUNS:
+        why = "the swarm server was killed while its trainer ran; start the engine to resume"
+        return EngineState.INTERRUPTED, why
+    if recorded == EngineState.DONE:
+        return EngineState.DONE, "the training is done"
+    if recorded == EngineState.ERROR:
+        return EngineState.ERROR, "the trainer had failed before the server was restarted"
+    return EngineState.OFFLINE, ""

@@ -74,8 +74,8 @@ class TrainerProcess:
                 self._process.stdin.close()
             if self._watch is not None:
                 await asyncio.wait([self._watch])
-            if self._swarm.state is not EngineState.OFFLINE:
-                self._swarm.set_state(EngineState.OFFLINE)
+            if self._swarm.state not in (EngineState.OFFLINE, EngineState.DONE):
+                await self._swarm.trainer_ended(EngineState.OFFLINE, "")
 
     async def _start(self, run_dir: str) -> None:
         self._stopping = False
@@ -106,7 +106,7 @@ class TrainerProcess:
             elif code == 0:
                 with contextlib.suppress(SwarmError):  # a full disk: the next start resumes it
                     await self._swarm.set_run_dir("")
-                await self._swarm.trainer_ended(EngineState.OFFLINE, "the training is done")
+                await self._swarm.trainer_ended(EngineState.DONE, "the training is done")
             else:
                 await self._swarm.trainer_ended(
                     EngineState.ERROR, f"exit code {code}: {self._last_words()}; see {self._log}"

@@ -20,6 +20,11 @@ class EngineState(StrEnum):
     """The state of the engine, that is, of the trainer with its proxy."""
 
     OFFLINE = "offline"
+    """It was never started, or it was stopped before its training was done."""
+    INTERRUPTED = "interrupted"
+    """The server was killed while the trainer ran. A start resumes the run."""
+    DONE = "done"
+    """The training is done. A start begins a new run."""
     BOOTING = "booting"
     ROLLING = "rolling"
     """Episodes can be claimed."""
@@ -29,6 +34,11 @@ class EngineState(StrEnum):
     """A batch is trained and the weights are sent. Claimed episodes continue."""
     ERROR = "error"
     """The trainer ended by itself; `detail` says why. It can be started again."""
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a trainer runs or starts."""
+        return self not in ("offline", "interrupted", "done", "error")
 
 
 class EpisodeState(StrEnum):

@@ -153,7 +153,7 @@ async def test_killed_server_loses_no_acknowledged_end_and_leaves_no_trainer(
     with swarm_server(tmp_path, checkpoint) as (url, _):
         async with client_of(tmp_path, url) as swarm:
             status = await swarm.status()
-            assert (status.state, status.collected) == (EngineState.OFFLINE, 1)
+            assert (status.state, status.collected) == (EngineState.INTERRUPTED, 1)
             await swarm.start_engine()
             await play(swarm, "b", 0.0)
             await until_batches(tmp_path, 2)

@@ -93,4 +93,34 @@ async def test_end_of_the_training_is_noticed_although_the_disk_is_full(
     await engine.start(run_dir)
     assert engine._watch is not None
     await asyncio.wait([engine._watch])
-    assert swarm.state is EngineState.OFFLINE
+    assert swarm.state is EngineState.DONE
+
+
+async def test_states_after_a_restart_tell_a_killed_server_from_a_done_and_a_stopped_one(
+    tmp_path: Path,
+) -> None:
+    async def after(command: list[str] | None, folder: Path, *, stopped: bool) -> EngineState:
+        """The state that a restarted server has, whose predecessor's trainer ran `command`."""
+        first, second = Swarm(EpisodeTable(folder)), Swarm(EpisodeTable(folder))
+        await first.open()
+        if command is not None:
+            engine = trainer(first, command, folder)
+            await engine.start(await first.begin())
+            if stopped:
+                await engine.stop()
+            elif engine._watch is not None:
+                await asyncio.wait([engine._watch])
+        else:
+            await first.begin()
+        await first.close()
+        await second.open()
+        await second.close()
+        return second.state
+
+    quick = [sys.executable, "-I", "-S", "-c", ""]
+    for name in ("killed", "done", "failed", "stopped"):
+        (tmp_path / name).mkdir()
+    assert await after(None, tmp_path / "killed", stopped=False) is EngineState.INTERRUPTED
+    assert await after(quick, tmp_path / "done", stopped=False) is EngineState.DONE
+    assert await after(CRASHES, tmp_path / "failed", stopped=False) is EngineState.ERROR
+    assert await after(RUNS, tmp_path / "stopped", stopped=True) is EngineState.OFFLINE
