@@ -175,6 +175,9 @@ class ListenConfig(Section):
     """The address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """The port to listen on; 0 for any free one."""
+    listen_fd: int | None = Field(default=None, ge=0)
+    """A socket that this process inherits and that is bound to `host` and `port`, so that a process
+    that restarts the proxy keeps its port. Not together with several workers."""
     public_url: str | None = None
     """The URL by which agents reach the proxy. Default: `http://HOST:PORT`."""
     allowed_hosts: list[str] = Field(default_factory=list)
@@ -293,6 +296,11 @@ class ProxyConfig(BaseSettings, ListenConfig):
             raise ValueError(
                 f"sessions.auto_create admits calls without a key, and host={self.host!r} can be"
                 " reached from other machines; switch it off, or listen on 127.0.0.1"
+            )
+        if self.listen_fd is not None and self.workers > 1:
+            raise ValueError(
+                f"listen_fd={self.listen_fd} is one process's socket, and workers={self.workers};"
+                " set workers to 1, or leave listen_fd out"
             )
         return self
 

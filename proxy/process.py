@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -81,10 +82,13 @@ async def listen(
         if own_socket is not None:
             own_socket.unlink(missing_ok=True)  # left by a process that crashed
             await web.UnixSite(runner, str(own_socket)).start()
-        site = web.TCPSite(
+        site: web.BaseSite = web.TCPSite(
             runner, config.host, config.port, backlog=BACKLOG, reuse_port=own_socket is not None
         )
         try:
+            if config.listen_fd is not None:
+                inherited = socket.socket(fileno=config.listen_fd)
+                site = web.SockSite(runner, inherited, backlog=BACKLOG)
             await site.start()
         except OSError as error:
             raise unusable_port("port", config.host, config.port, error) from error

@@ -23,12 +23,22 @@ def usable_port(setting: str, host: str, port: int) -> int:
         ConfigurationError: the process cannot listen there.
     """
     with socket.socket(family(host)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise unusable_port(setting, host, port, error) from error
+        bind_socket(probe, setting, host, port)
         return int(probe.getsockname()[1])
+
+
+def bind_socket(unbound: socket.socket, setting: str, host: str, port: int) -> None:
+    """Binds it to `port`, or to a free port if it is 0. `setting` is the name of the port's
+    setting.
+
+    Raises:
+        ConfigurationError: the process cannot listen there.
+    """
+    unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        unbound.bind((host, port))
+    except OSError as error:
+        raise unusable_port(setting, host, port, error) from error
 
 
 def free_port(host: str) -> int:

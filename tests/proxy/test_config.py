@@ -35,6 +35,7 @@ def test_command_line_beats_environment_beats_yaml(
         ("port: [", "not YAML"),
         ("host: 0.0.0.0", "AGENTIC_PROXY_ADMIN_KEY"),
         ("{host: 0.0.0.0, admin_key: k, sessions: {auto_create: true}}", "auto_create"),
+        ("{listen_fd: 3, workers: 2}", "listen_fd=3 is one process"),
     ],
 )
 def test_invalid_configuration_is_reported_in_one_line_with_the_key(

@@ -1,8 +1,8 @@
 """Section `proxy_server`, and the recording proxy as a separate process.
 
 Invariant: the proxy ends with the run, even if the run is killed (`proxy/engines/guard.py`). A
-restarted proxy listens on the same port and opens the same store, so that agents that retry
-continue.
+restarted proxy listens on the same socket, which the run keeps, so that nobody can take its port,
+and opens the same store: agents that retry continue.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ENVIRONMENT_PREFIX, ToolsConfig
 from proxy.engines import guard
 from proxy.machine.direct_hosts import with_direct_hosts
-from proxy.machine.port import free_port, http_url, usable_port
+from proxy.machine.port import bind_socket, family, http_url
 from proxy.machine.secrecy import LatePipe
 from proxy.settings.extra import Extra
 from trainer.errors import TrainerError
@@ -95,6 +96,8 @@ class ProxyProcess:
         self.log = folder / "proxy.log"
         self._process: asyncio.subprocess.Process | None = None
         self._begun: LatePipe | None = None
+        self._socket: socket.socket | None = None
+        """Shared with each process that serves the proxy. Connections wait while none does."""
         self.admin_key = admin_key or secrets.token_urlsafe(32)
 
     @property
@@ -111,6 +114,8 @@ class ProxyProcess:
     async def begin(self) -> None:
         """Starts its process, which imports what it needs and waits for its settings."""
         self._begun = LatePipe()
+        if self._socket is None:
+            self._socket = socket.socket(family(self._config.host))
         with self.log.open("ab") as log, self._begun.to_child() as config_fd:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(STOP_GRACE_S)),
@@ -119,7 +124,7 @@ class ProxyProcess:
                 stdout=log,
                 stderr=log,
                 env=_environment({*self._settings, *self._address(), *ALSO_DECIDED}),
-                pass_fds=(config_fd,),
+                pass_fds=(config_fd, self._socket.fileno()),
                 start_new_session=True,  # the run handles Ctrl-C: the agents end first
             )
 
@@ -130,11 +135,12 @@ class ProxyProcess:
             ConfigurationError: its port is in use.
             TrainerError: it ended, or did not answer in time.
         """
-        # A free port is chosen only now, because another process may take it until it is used.
-        self._port = self._port or free_port(self._config.host)
-        usable_port(PORT_SETTING, self._config.host, self._port)
         if self._begun is None:
             await self.begin()
+        assert self._socket is not None
+        if not self._socket.getsockname()[1]:
+            bind_socket(self._socket, PORT_SETTING, self._config.host, self._port)
+            self._port = self._socket.getsockname()[1]
         assert self._process is not None
         assert self._begun is not None
         begun, self._begun = self._begun, None
@@ -145,6 +151,8 @@ class ProxyProcess:
 
     def _address(self) -> dict[str, Any]:
         address: dict[str, Any] = {"host": self._config.host, "port": self._port}
+        if self._socket is not None:
+            address["listen_fd"] = self._socket.fileno()
         if (reached_by := self._config.llm_proxy_ip) is not None:
             address["public_url"] = http_url(reached_by, self._port)
         return address
@@ -162,6 +170,9 @@ class ProxyProcess:
         if self._begun is not None:
             self._begun.close()
             self._begun = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     async def wait(self) -> str:
         """Returns when it has ended; the result says how."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
 from proxy.client import ProxyClient
-from proxy.machine.port import free_port
+from proxy.errors import ConfigurationError
+from proxy.machine.port import free_port, usable_port
 from proxy.records import SessionKind
 from proxy.testing.scripted_engine import ScriptedEngine
 from tests.processes import assert_all_end, watched
@@ -65,6 +68,31 @@ async def test_environment_changes_nothing_that_the_run_decides(
     assert (run / "sessions.db").is_file()
     assert not (tmp_path / "another.db").exists()
     assert session.base_url.startswith(server.url)
+
+
+async def test_port_of_a_killed_proxy_cannot_be_taken_before_its_restart(tmp_path: Path) -> None:
+    async with ScriptedEngine(lambda _: [257]) as engine:
+        settings = {
+            "model": str(write_checkpoint(tmp_path / "model")),
+            "store": f"sqlite:///{tmp_path}/sessions.db",
+            "engines": [{"url": engine.url}],
+        }
+        server = ProxyProcess(ProxyServerConfig(), settings, tmp_path)
+        try:
+            await server.start()
+            url = server.url
+            async with ProxyClient(url, server.admin_key) as control:
+                assert await control.ready()
+            os.kill(server.pid, signal.SIGTERM)
+            await server.wait()
+            with pytest.raises(ConfigurationError, match="in use"):
+                usable_port("port", "127.0.0.1", urlsplit(url).port or 0)
+            await server.start()
+            assert server.url == url
+            async with ProxyClient(url, server.admin_key) as control:
+                assert await control.ready()
+        finally:
+            await server.stop()
 
 
 async def test_begun_proxy_waits_for_its_engines_and_ends_without_them(tmp_path: Path) -> None:
