@@ -2,12 +2,12 @@
 
 Runs inside vLLM's worker processes. Invariant: an update is applied completely, or fails with an
 error that its caller receives. It fails if a weight of the model, or a part of a fused weight such
-as `gate_proj`, was not updated.
+as `gate_proj`, was not updated, whatever names vLLM's loader says it has loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +16,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
 
 from trainer.weight_sync.segment import Named
 
@@ -38,6 +40,11 @@ class Reload:
         self._loaded: set[str] = set()
         self._packed = _unpack_experts(model) if device.type == "cpu" else []
         initialize_layerwise_reload(model)
+        self._direct = dict(_written_directly(model))
+        for layer in self._direct.values():
+            materialize_layer(layer, get_layerwise_info(layer))
+            for weight in _own_weights(layer):
+                weight.data.fill_(torch.nan)
 
     def load(self, tensors: Iterable[Named]) -> None:
         """Raises ValueError: the update does not contain every weight, or only a part of one."""
@@ -49,6 +56,9 @@ class Reload:
         there = ((name, tensor.to(self._device)) for name, tensor in tensors)
         loaded = self._model.load_weights(there)  # type: ignore[operator]
         self._loaded |= set(self._expected() if loaded is None else loaded)
+        for layer in self._direct.values():  # so that vLLM processes it, and keeps what it has
+            info = get_layerwise_info(layer)
+            info.load_numel = max(1, info.load_numel)
 
     def check(self) -> None:
         """After all parts. Raises ValueError: as `load`."""
@@ -57,6 +67,12 @@ class Reload:
             raise ValueError(f"the update did not contain these weights: {sorted(missing)[:5]}")
         if partial := self._partly_loaded():
             raise ValueError(f"the update contained only a part of these layers: {partial[:5]}")
+        if untouched := self._not_loaded():
+            raise ValueError(
+                f"vLLM's loader of {type(self._model).__name__} loads nothing into these layers "
+                f"when weights are updated: {untouched[:5]}; train another model, or adapters "
+                "(model.lora.update=adapter)"
+            )
 
     def finish(self) -> None:
         finalize_layerwise_reload(self._model, self._config)
@@ -80,13 +96,51 @@ class Reload:
     def _partly_loaded(self) -> list[str]:
         """Layers that received only some elements of their weights. Embeddings are not included:
         their padding is never sent, and a missing embedding is found by its name."""
-        return [
+        unwritten = (
+            name
+            for name, layer in self._direct.items()
+            if any(weight.isnan().any() for weight in _own_weights(layer))
+        )
+        return [*unwritten] + [
             name
             for name, layer in self._model.named_modules()
             if not isinstance(layer, VocabParallelEmbedding)
+            and name not in self._direct
             and (info := get_layerwise_info(layer)).can_load()
             and 0 < info.load_numel < sum(p.numel() for p in layer.parameters(recurse=False))
         ]
+
+    def _not_loaded(self) -> list[str]:
+        """Layers of the language model that have weights and received none. The loader may have
+        written to their placeholders on the device meta, which is lost."""
+        part = getattr(self._model, "get_language_model", lambda: self._model)()
+        parts = {id(module) for module in part.modules()}
+        return [
+            name
+            for name, layer in self._model.named_modules()
+            if id(layer) in parts
+            and not isinstance(layer, VocabParallelEmbedding)
+            and not is_deferred_attention_layer(layer)
+            and (info := get_layerwise_info(layer)).can_load()
+            and info.load_numel == 0
+            and any(weight.numel() for weight in _own_weights(layer))
+        ]
+
+
+def _own_weights(layer: torch.nn.Module) -> list[torch.Tensor]:
+    own = layer.named_parameters(recurse=False)
+    return [weight for name, weight in own if name not in SKIP_TENSORS]
+
+
+def _written_directly(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The layers into which the model's loader copies weights itself, past the parameters' loaders,
+    which are all that vLLM's reload counts: gpt-oss's experts and sinks. They need memory before
+    they are loaded."""
+    if type(model).__name__ != "GptOssForCausalLM":
+        return
+    for name, layer in model.named_modules():
+        if {"sinks", "w13_weight"} & layer._parameters.keys():
+            yield name, layer
 
 
 class ReloadingEngine(WeightTransferEngine[Init, Update]):  # type: ignore[misc]

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import sys
 from importlib.util import find_spec
-from trainer import cpu_without_images
+from trainer.weight_sync import cpu_without_images
 if sys.argv[1] == "installed":
     cpu_without_images.install()
 assert find_spec("torchvision") is None

@@ -89,6 +89,15 @@ class Model(torch.nn.Module):
         return torch.cat([fused.cpu_linear(X, fused.weight, None).flatten(), self.norm.weight])
 
 
+class Direct(Model):
+    """Its loader copies the norm past the loader of the parameter."""
+
+    def load_weights(self, named: Iterable[Named]) -> set[str]:
+        rest = dict(named)
+        self.norm.weight.data.copy_(rest.pop("norm"))
+        return super().load_weights(rest.items())
+
+
 def copy_whole(param: Any, loaded: torch.Tensor) -> None:
     param.data.copy_(loaded)
 
@@ -233,3 +242,19 @@ def refusal(model: Model) -> str:
     with pytest.raises(UnstageableError) as error:
         learned(model)
     return str(error.value)
+
+
+def test_load_that_reaches_nothing_of_a_layer_is_an_error() -> None:
+    """Whatever names the loader reports: its copy goes to a placeholder without memory."""
+    from trainer.weight_sync.vllm_reload import Reload
+
+    settings = SimpleNamespace()
+    config = SimpleNamespace(hf_config=settings, hf_text_config=settings, dtype=torch.float32)
+    model = Model()
+    before = model.norm.weight.clone()
+    model.__class__ = Direct
+    reload = Reload(model, config, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"loads nothing into these layers .*: \['norm'\]"):
+        reload.load(weights(2))
+    reload.finish()
+    assert torch.equal(model.norm.weight, before)
