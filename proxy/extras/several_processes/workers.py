@@ -14,7 +14,6 @@ import logging
 import pickle
 import socket
 import sys
-import tempfile
 from asyncio.subprocess import Process
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
 from proxy.machine.port import family, http_url, unusable_port
+from proxy.machine.swept_folder import swept_folder
 
 WORKER = (sys.executable, "-m", "proxy.extras.several_processes.worker")
 """The child's command."""
@@ -56,10 +56,10 @@ async def serve_workers(
         raise ConfigurationError(
             "workers must be 1 with relay.token, because a relay worker joins one process"
         )
-    with tempfile.TemporaryDirectory(prefix="agentic-proxy-") as folder, _reserve(config) as port:
+    with swept_folder("agentic-proxy-workers-") as folder, _reserve(config) as port:
         # ProxyConfig can be pickled, but the class that `load_config` returns cannot.
         config = ProxyConfig.model_construct(**{**dict(config), "port": port})
-        sockets = [Path(folder) / f"{number}.sock" for number in range(config.workers)]
+        sockets = [folder / f"{number}.sock" for number in range(config.workers)]
         parts = [WorkerPart(config, own, tuple(s for s in sockets if s != own)) for own in sockets]
         ready = [asyncio.Event() for _ in parts]
         keepers = [
