@@ -38,7 +38,7 @@ def open_once(settings: TrainerConfig, tmp_path: Path) -> None:
 def test_missing_ray_is_refused_with_the_package_to_install(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("trainer.cluster.ray_")]:
+    for name in [name for name in sys.modules if name.startswith("trainer.extras.ray")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"cluster\.backend=ray: .*pip install ray"):

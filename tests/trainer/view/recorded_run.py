@@ -16,7 +16,6 @@ import yaml
 from agent_loop.evaluator import EvalConfig, Evaluator
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, RolloutStatus, Task
 from agent_loop.trial.outcome import Attempt, build_rollout
-from proxy.extras.telemetry.spans import TelemetryConfig
 from proxy.records import Origin, Reward, SessionKind
 from proxy.run_files.files import replace_file
 from tests.proxy.conftest import RunningProxy, StartProxy
@@ -143,10 +142,10 @@ async def training(
     collector: str | None = None,
 ) -> tuple[RunningProxy, RecordedTraining]:
     """A proxy that shows the run, and the run. `collector`: where both send telemetry."""
-    store, telemetry = f"sqlite:///{folder.sessions}", TelemetryConfig(endpoint=collector)
-    proxy = await start_proxy(store=store, run=folder.path, telemetry=telemetry.model_dump())
+    store = f"sqlite:///{folder.sessions}"
+    proxy = await start_proxy(store=store, run=folder.path, telemetry={"endpoint": collector})
     config = LoggingConfig(tensorboard=False, progress="none", token_bytes=token_bytes)
-    log = RunLog(config, folder, steps=STEPS, telemetry=telemetry)
+    log = RunLog(config, folder, steps=STEPS, telemetry=collector)
     named = zip(task_ids or ("lamps", "chairs"), cycle(("shop", "street")), strict=False)
     tasks = [Task(name, {}, source=source) for name, source in named]
     return proxy, RecordedTraining(folder, log, ScriptedAgent(proxy), tasks)
