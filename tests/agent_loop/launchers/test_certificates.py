@@ -11,6 +11,7 @@ import pytest
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.processes.environment import CERTIFICATES, inherited_environment
 from harbor_sdk.sandbox import SandboxError, require_privilege
+from proxy.machine.direct_hosts import NAMES
 from proxy.wall import Wall
 from tests.agent_loop.conftest import MakeTrial
 from tests.company_network import DEAD
@@ -47,6 +48,8 @@ async def test_agents_read_the_companys_certificates_and_reach_their_session(
         (tmp_path / f"{name}.pem").write_text(f"certificate of {name}")
         monkeypatch.setenv(name, str(tmp_path / f"{name}.pem"))
     monkeypatch.setenv("HTTP_PROXY", DEAD)
+    for name in NAMES:  # which commands that ran in this process have extended
+        monkeypatch.delenv(name, raising=False)
     wall = None if show is None else Wall(hide=(), show=show)
     trial = replace(make_trial(), wall=wall, base_url="http://trainer.example.net:8000/t/v1")
     launcher = CommandLauncher(
