@@ -19,7 +19,7 @@ from proxy.token_tree.sampled_paths import sampled_paths
 from tests.agent_loop.recorded import full_path
 from tests.agent_loop.recorded import turn as a_turn
 from tests.proxy.extras.export.trees import a_sample, recorded_trees
-from tests.proxy.token_tree.test_routing import rows_of, with_rows
+from tests.proxy.records.test_expert_rows import rows_of, with_rows
 
 Trained = Callable[[Row], Iterable[tuple[int, float | None]]]
 
