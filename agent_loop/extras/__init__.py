@@ -1,0 +1,1 @@
+"""What the agent loop can do without, each loaded when a configuration has its key."""

@@ -1,0 +1,1 @@
+"""One trial's settings, credit, outcome, continuation and folders."""

@@ -1,0 +1,1 @@
+"""What the operating system gives: ports, locks, secrets, logs, walls' rule sets, command lines."""

@@ -1,0 +1,1 @@
+"""Which replica samples an answer, and how the answer goes on at another one."""

@@ -1,0 +1,1 @@
+"""The commands of `agentic-train`, one module each."""

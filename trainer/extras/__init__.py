@@ -1,0 +1,1 @@
+"""What the trainer can do without, each loaded when a setting names it."""

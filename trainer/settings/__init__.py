@@ -1,0 +1,1 @@
+"""How a run's configuration is read from its sources, and its reference page."""

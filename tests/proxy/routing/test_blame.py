@@ -16,7 +16,7 @@ from proxy.errors import RequestError
 from proxy.routing import blame
 from proxy.routing.generation import Generation
 from proxy.routing.router import Router
-from proxy.testing.scripted_engine import Fault, ScriptedCall, ScriptedEngine
+from proxy.testing.scripted_engine import Fault, ScriptedEngine
 
 POISON = 666
 TOKENS = 20
@@ -33,6 +33,8 @@ class Engines:
         self._late = late
         """Whether an engine dies only after a token of the poisonous call."""
         self._restart_s = restart_s
+        self._arrived = asyncio.Event()
+        """A token of the poisonous call has arrived from the engine that samples it now."""
         self._ends: set[asyncio.Task[None]] = set()
         self.router: Router
 
@@ -62,16 +64,16 @@ class Engines:
             )
             self.deaths[prompt_ids[size - 2]] += 1
             call.fault = Fault("stall", after_tokens=1)
-            self._ends.add(asyncio.create_task(self._end(server, call)))
+            self._arrived.clear()
+            self._ends.add(asyncio.create_task(self._end(server)))
             if not self._late:
                 await asyncio.Event().wait()
         return ANSWER[len(prompt_ids) - size :]
 
-    async def _end(self, server: ScriptedEngine, call: ScriptedCall) -> None:
+    async def _end(self, server: ScriptedEngine) -> None:
         port = urlsplit(server.url).port or 0
         if self._late:
-            await call.began.wait()
-            await asyncio.sleep(0.02)  # a longer time than the token takes to arrive
+            await self._arrived.wait()
         await server.die()
         await server.close()
         await asyncio.sleep(self._restart_s)
@@ -82,6 +84,8 @@ class Engines:
 
         def take(chunk: Chunk) -> None:
             ids.extend(chunk.ids)
+            if POISON in prompt:
+                self._arrived.set()
 
         generation = Generation(
             self.router,
