@@ -120,15 +120,27 @@ def _turns(_: argparse.Namespace) -> None:
         targets.ours(upstream, Path(scratch)) as target,
         targets.ours(f"{upstream}/json", Path(scratch)) as by_json,
     ):
-        print("| | turn | tokens | CPU ms | wall ms | pass-through, CPU ms | its JSON, CPU ms |")
-        print("|---|---|---|---|---|---|---|")
+        print(
+            "| | turn | tokens | CPU ms | wall ms | pass-through | bytes | rest, µs per new token |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
         for name, each in {"ours": target, "ours, JSON from the engine": by_json}.items():
             for cost in asyncio.run(long_sessions.turn_costs(each, plain, sessions=3)):
                 print(
                     f"| {name} | {cost.turn:.0f} | {cost.prompt_tokens:,.0f} | {cost.cpu_ms:.1f} "
-                    f"| {cost.wall_ms:.1f} | {cost.plain_cpu_ms:.1f} | {cost.json_ms:.1f} |",
+                    f"| {cost.wall_ms:.1f} | {cost.plain_cpu_ms:.1f} | {cost.bytes_ms:.1f} "
+                    f"| {cost.rest_us(long_sessions.NEW_TOKENS):.2f} |",
                     flush=True,
                 )
+        print("\n| first turn of a session | tokens | CPU ms | pass-through | bytes |")
+        print("|---|---|---|---|---|")
+        kinds = ("the first with this prompt", "others with it", "a short prompt")
+        costs = asyncio.run(long_sessions.first_turn_costs(target, plain))
+        for kind, cost in zip(kinds, costs, strict=True):
+            print(
+                f"| {kind} | {cost.prompt_tokens:,.0f} | {cost.cpu_ms:.2f} "
+                f"| {cost.plain_cpu_ms:.2f} | {cost.bytes_ms:.2f} |"
+            )
 
 
 def _streams(arguments: argparse.Namespace) -> None:

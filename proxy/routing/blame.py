@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 from proxy.engines.protocol import Engine
 from proxy.errors import EngineError, MissingAdapter, RequestError, UnreachableEngine
+from proxy.records import Ids
 
 ENGINES_LOST = 2
 ENGINES_LOST_LATE = 3
@@ -43,13 +44,18 @@ REMEMBERED_PROMPTS = 1024
 class Suspicion:
     """What is known against one answer's calls."""
 
-    prompt: bytes
-    """What identifies an equal request: the bytes of its prompt ids."""
+    prompt_ids: Ids
+    """The ids of the prompt, `[P]`, by which an equal request is known."""
     lost: list[str] = field(default_factory=list)
     """Log ids of the failures that took an engine down while it sampled this answer."""
     guilty: bool = False
     incident: Incident | None = None
     """The last one in which the call was a suspect, until it is settled."""
+
+    @property
+    def prompt(self) -> bytes:
+        """What identifies an equal request. A copy of all ids, made only where one is looked up."""
+        return self.prompt_ids.tobytes()
 
     @property
     def suspected(self) -> bool:

@@ -222,7 +222,7 @@ class Generation:
         self.routed_experts: RoutedExperts | None = None
         """The rows that the last call reported, which also are of the tokens that earlier calls
         sampled: it computed them again. None if the call broke."""
-        self._suspicion = Suspicion(prompt_ids.tobytes())
+        self._suspicion = Suspicion(prompt_ids)
         self._served = BASE
         """The version of the policy that the current call samples from."""
         self._sampler = ""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from proxy.records import EMPTY_IDS, Ids
+
+MIN_TOKENS = 2048
+"""A shorter prompt costs less than its buffer."""
 
 
 class OwnTokens(Protocol):
@@ -47,6 +51,44 @@ def prefix(turns: Sequence[OwnTokens], index: int | None, length: int, new: Ids 
             length = turn.shared_tokens
         index = turn.parent
     return np.concatenate(spans[::-1])
+
+
+class LastPrompt:
+    """The last prompt of a tree, to which the next one is appended if it extends it: the cost is
+    that of the new tokens.
+
+    The prompt lies in a buffer with room at its end. The buffer lives as long as anybody keeps a
+    prompt in it, as the engines' routes keep each session's last one within their bounds.
+    Invariant: a token in a buffer is written once, so a prompt that was returned never changes.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: weakref.ref[Ids] | None = None
+        self._size = 0
+        self._of: tuple[int | None, int, Ids] = (None, 0, EMPTY_IDS)
+        """Parent, shared tokens and own tokens of the turn whose prompt ends at `_size`."""
+
+    def extended(self, turns: Sequence[OwnTokens], index: int, new: Ids) -> Ids:
+        """The whole path of turn `index` followed by `new`: as `prefix`, of `path_tokens`."""
+        turn = turns[index]
+        size = turn.path_tokens + len(new)
+        if size < MIN_TOKENS:
+            return prefix(turns, index, turn.path_tokens, new)
+        buffer = None if self._buffer is None else self._buffer()
+        parent, shared, own = self._of
+        is_last = own is turn.prompt_ids and (turn.parent, turn.shared_tokens) == (parent, shared)
+        if buffer is None or not is_last or size > len(buffer):
+            buffer = np.empty(size + size // 4, np.int32)
+            buffer[:size] = prefix(turns, index, turn.path_tokens, new)
+            self._buffer = weakref.ref(buffer)
+        else:
+            buffer[self._size : size - len(new)] = turn.sampled_ids
+            buffer[size - len(new) : size] = new
+        self._size = size
+        self._of = (index, turn.path_tokens, new)
+        prompt = buffer[:size]
+        prompt.flags.writeable = False
+        return prompt
 
 
 def common_prefix(left: Ids, right: Ids) -> int:

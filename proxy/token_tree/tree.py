@@ -25,7 +25,7 @@ from proxy.errors import RequestError
 from proxy.records import EMPTY_IDS, FinishReason, ForkCause, Ids, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.token_tree.fork_cause import QUOTED_TURNS, AnswerMarks, cause_of, is_quoted
-from proxy.token_tree.paths import common_prefix, path, prefix
+from proxy.token_tree.paths import LastPrompt, common_prefix, path, prefix
 
 FORK_CANDIDATES = 16
 """Number of paths that are compared with a prompt token by token to find where it forks: the most
@@ -113,6 +113,7 @@ class TokenTree:
         self._by_call_id: dict[str, list[int]] = {}
         self._by_body: dict[bytes, int] = {}
         self._raw_lengths: set[int] = set()
+        self._last_prompt = LastPrompt()
         for turn in turns:
             self.begin(turn)
             if turn.status is not TurnStatus.OPEN:
@@ -293,7 +294,7 @@ class TokenTree:
         cause = self._foreign_cause(conversation.messages, keys) if foreign else None
         if cause is None and node.children:
             cause = ForkCause.ROLLED_BACK
-        prompt = prefix(self.nodes, node.index, node.path_tokens, suffix)
+        prompt = self._last_prompt.extended(self.nodes, node.index, suffix)
         return Placement(node.index, node.path_tokens, suffix, prompt, cause)
 
     def _place_raw(self, raw: str | list[int], rendering: Rendering) -> Placement:

@@ -14,6 +14,7 @@ from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError, RequestError
 from proxy.extras.schedule.admission import CacheAdmission
 from proxy.extras.schedule.section import SchedulingConfig
+from proxy.records import EMPTY_IDS
 from proxy.routing.blame import Attempt, Suspicion
 from proxy.routing.cache_room import RoomClaim
 from proxy.routing.generation import Generation
@@ -164,7 +165,7 @@ async def test_late_failure_of_a_removed_replica_does_not_hold_calls_of_its_succ
     await router.remove("0")
     await router.add(new)
     admission.report("0", 1000)
-    router.failed(old, EngineError("it was ended"), Attempt(Suspicion(b""), begun_at=0.0))
+    router.failed(old, EngineError("it was ended"), Attempt(Suspicion(EMPTY_IDS), begun_at=0.0))
     claim = RoomClaim("call", "session", prompt_tokens=700, max_tokens=1)
     assert await admission.admitted(claim, lambda: ["0"]) == "0"
     assert overdue == [False]
