@@ -17,7 +17,7 @@ from pydantic import Field
 
 from agent_loop.launchers.workspace import make_workspace
 from agent_loop.processes.environment import GPUS, expand, inherited_environment
-from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
+from agent_loop.processes.host import Ended, Job, ProcessConfig, ProcessHost
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
 from proxy import wall
 from proxy.machine.direct_hosts import with_direct_hosts
@@ -32,30 +32,23 @@ SOCKETS_BYTES = 80
 bytes. In a longer folder tmux could not start; there all trials share one server, as without it."""
 
 
-class ProcessSettings(Section):
+class ProgramConfig(Section):
     """What the sections of launchers that start processes have in common."""
 
     env: Mapping[str, str] = Field(default_factory=dict)
     """Additional environment variables; they replace those that every agent gets. Placeholders are
-    replaced. GPUs are hidden unless this gives `CUDA_VISIBLE_DEVICES`, or `pass_env` names it."""
-    pass_env: tuple[str, ...] = ()
-    """Names of variables of the trainer's own environment that the agent gets, too. By default it
-    gets a fixed list of variables (PATH, HOME, language, certificates, …) and no secret. With
-    `python` they are also set while the function's module is imported."""
+    replaced. GPUs are hidden unless this gives `CUDA_VISIBLE_DEVICES`, or `process.pass_env` names
+    it."""
     template: str | None = None
     """Each trial's working directory is a copy of this folder, or a checkout of
     `git+REPOSITORY#REVISION`; may hold `{task.FIELD}`. None: an empty directory."""
-    grace_s: float = Field(5.0, ge=0)
-    """Seconds between SIGTERM and SIGKILL at the deadline or a cancellation."""
-    log_bytes: int = Field(1 << 20, ge=1024)
-    """Bytes of the agent's output to keep: its first and its last half."""
-    limits: Limits = Limits()
 
 
 async def run_agent(
     host: ProcessHost,
     trial: Trial,
-    settings: ProcessSettings,
+    settings: ProgramConfig,
+    process: ProcessConfig,
     *,
     argv: Sequence[str] = (),
     call: Mapping[str, Any] | None = None,
@@ -70,7 +63,7 @@ async def run_agent(
         LaunchError: the working directory cannot be made, or the agent cannot be started.
     """
     await make_workspace(trial, settings.template)
-    env = agent_environment(trial, settings.env, settings.pass_env)
+    env = agent_environment(trial, settings.env, process.pass_env)
     job = Job(
         argv=[expand(part, trial) for part in argv],
         call=call,
@@ -78,9 +71,9 @@ async def run_agent(
         env=env,
         log=trial.directory / "agent.log",
         timeout_s=trial.timeout_s,
-        grace_s=settings.grace_s,
-        log_bytes=settings.log_bytes,
-        limits=settings.limits,
+        grace_s=process.grace_s,
+        log_bytes=process.log_bytes,
+        limits=process.limits,
         wall=trial.wall if env.get(GPUS) != "" else _without_gpus(trial.wall),
         visible=(*trial.visible, *visible),
         seen_at=trial.seen_at,
@@ -96,7 +89,11 @@ def _without_gpus(walled: Wall | None) -> Wall | None:
 
 
 async def call_agent(
-    host: ProcessHost, trial: Trial, settings: ProcessSettings, argument: Mapping[str, Any]
+    host: ProcessHost,
+    trial: Trial,
+    settings: ProgramConfig,
+    process: ProcessConfig,
+    argument: Mapping[str, Any],
 ) -> tuple[Ended, Path]:
     """Runs the function of a `function_host` with `argument`; returns also the file of its result.
 
@@ -106,7 +103,7 @@ async def call_agent(
     result = trial.directory / "returned.json"
     result.touch()  # it is visible as itself, so the agent cannot replace it by a link
     call = {"argument": argument, "result": str(result.absolute())}
-    return await run_agent(host, trial, settings, call=call, visible=(result,)), result
+    return await run_agent(host, trial, settings, process, call=call, visible=(result,)), result
 
 
 def agent_environment(

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from pydantic import Field
 
-from agent_loop.launchers.agent_process import ProcessSettings, agent_result, run_agent
+from agent_loop.launchers.agent_process import ProgramConfig, agent_result, run_agent
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.launchers.workspace import GIT
-from agent_loop.processes.host import ProcessHost
+from agent_loop.processes.host import PROCESS, ProcessConfig, ProcessHost
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
 
 
-class CommandConfig(ProcessSettings, LauncherConfig):
+class CommandConfig(ProgramConfig, LauncherConfig):
     """Example: CommandConfig(argv=("python", "agent.py", "--task", "{task_file}"))"""
 
     argv: tuple[str, ...] = Field(min_length=1)
@@ -43,8 +43,8 @@ class CommandConfig(ProcessSettings, LauncherConfig):
     def files(self) -> tuple[Path, ...]:
         return tuple(scripts(self.argv))
 
-    def build(self) -> CommandLauncher:
-        return CommandLauncher(self)
+    def build(self, process: ProcessConfig = PROCESS) -> CommandLauncher:
+        return CommandLauncher(self, process)
 
 
 class CommandLauncher:
@@ -52,9 +52,10 @@ class CommandLauncher:
 
     overhead_s = OVERHEAD_S
 
-    def __init__(self, settings: CommandConfig) -> None:
+    def __init__(self, settings: CommandConfig, process: ProcessConfig = PROCESS) -> None:
         """Raises ConfigurationError: the program, or the template folder, does not exist."""
         self._settings = settings
+        self._process = process
         self._host = ProcessHost()
         program, template = settings.argv[0], settings.template
         if "{" not in program and shutil.which(program) is None:
@@ -71,7 +72,9 @@ class CommandLauncher:
 
     async def run(self, trial: Trial) -> AgentResult:
         return agent_result(
-            await run_agent(self._host, trial, self._settings, argv=self._settings.argv)
+            await run_agent(
+                self._host, trial, self._settings, self._process, argv=self._settings.argv
+            )
         )
 
     async def close(self) -> None:

@@ -34,6 +34,7 @@ from agent_loop.errors import LaunchError
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.launchers.workspace import make_workspace
 from agent_loop.model_api import json_headers
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from agent_loop.reward_values import graded
 from proxy.errors import RequestError
@@ -73,11 +74,13 @@ class HttpConfig(LauncherConfig):
     """Seconds that the service may be unreachable while its agent runs."""
     key: str = "reward"
     """Which entry is used for training if the service reports a dictionary."""
-    log_bytes: int = Field(1 << 20, ge=1024)
-    """Bytes to keep from the end of the agent's logs."""
 
-    def build(self) -> HttpLauncher:
-        return HttpLauncher(self)
+    @property
+    def process_keys(self) -> frozenset[str]:
+        return frozenset({"log_bytes"})
+
+    def build(self, process: ProcessConfig = PROCESS) -> HttpLauncher:
+        return HttpLauncher(self, process)
 
 
 class HttpLauncher:
@@ -85,9 +88,10 @@ class HttpLauncher:
 
     overhead_s = OVERHEAD_S
 
-    def __init__(self, settings: HttpConfig) -> None:
+    def __init__(self, settings: HttpConfig, process: ProcessConfig = PROCESS) -> None:
         """Raises ConfigurationError: the token's variable is not set."""
         self._settings = settings
+        self._process = process
         self._http: aiohttp.ClientSession | None = None
         self._headers = json_headers(
             "http.api_key_env", settings.api_key_env, "the agent service's token"
@@ -212,7 +216,7 @@ class HttpLauncher:
         return _object(raw, f"{method} {url}")
 
     def _result(self, trial: Trial, final: Mapping[str, Any], wall_s: float) -> AgentResult:
-        logs = str(final.get("logs", "")).encode()[-self._settings.log_bytes :]
+        logs = str(final.get("logs", "")).encode()[-self._process.log_bytes :]
         (trial.directory / "agent.log").write_bytes(logs)
         reward = graded(final.get("reward"), self._settings.key, "the agent service's reward")
         failed = final["status"] == "failed"

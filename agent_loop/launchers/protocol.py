@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentResult, Trial
 from proxy.settings.section import Section
 
@@ -92,6 +93,13 @@ class LauncherConfig(Section):
         """What a user must know about this agent's walls; None: those of `sandbox` hold."""
         return None
 
-    def build(self) -> Launcher:
-        """Raises ConfigurationError: these settings cannot work on this machine."""
+    @property
+    def process_keys(self) -> frozenset[str]:
+        """The keys of the section `process` that have an effect on this agent."""
+        return frozenset(ProcessConfig.model_fields)
+
+    def build(self, process: ProcessConfig = PROCESS) -> Launcher:
+        """`process`: the section of the agent's processes.
+
+        Raises ConfigurationError: these settings cannot work on this machine."""
         raise NotImplementedError

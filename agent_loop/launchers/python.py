@@ -12,15 +12,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
+from agent_loop.launchers.agent_process import ProgramConfig, agent_result, call_agent
 from agent_loop.launchers.calls import AgentCall
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.outside_parts import FUNCTION_PATTERN, named_as
 from agent_loop.processes.functions import function_host, returned, source_file
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentResult, Trial
 
 
-class PythonConfig(ProcessSettings, LauncherConfig):
+class PythonConfig(ProgramConfig, LauncherConfig):
     """Example: PythonConfig(target="my_agents.shop:run")"""
 
     target: Annotated[str, named_as("agent")] = Field(pattern=FUNCTION_PATTERN)
@@ -42,8 +43,8 @@ class PythonConfig(ProcessSettings, LauncherConfig):
     def folders(self) -> tuple[Path, ...]:
         return tuple(file.parent for file in self.files)  # a module may import its neighbours
 
-    def build(self) -> PythonLauncher:
-        return PythonLauncher(self)
+    def build(self, process: ProcessConfig = PROCESS) -> PythonLauncher:
+        return PythonLauncher(self, process)
 
 
 class PythonLauncher:
@@ -51,10 +52,11 @@ class PythonLauncher:
 
     overhead_s = OVERHEAD_S
 
-    def __init__(self, settings: PythonConfig) -> None:
+    def __init__(self, settings: PythonConfig, process: ProcessConfig = PROCESS) -> None:
         """Raises ConfigurationError: the function's module does not exist."""
         self._settings = settings
-        self._host = function_host(AgentCall, settings.target, settings.pass_env)
+        self._process = process
+        self._host = function_host(AgentCall, settings.target, process.pass_env)
 
     def start(self) -> None:
         self._host.start()
@@ -71,7 +73,7 @@ class PythonLauncher:
             "trial_id": trial.trial_id,
             "seed": trial.seed,
         }
-        ended, result = await call_agent(self._host, trial, settings, argument)
+        ended, result = await call_agent(self._host, trial, settings, self._process, argument)
         return agent_result(ended, returned(ended, result, settings.target, settings.key))
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ from agent_loop.launchers.http import HttpConfig
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
 from agent_loop.launchers.python import PythonConfig
 from agent_loop.outside_parts import OutsidePart
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from proxy.errors import ConfigurationError
 from proxy.settings.extra import Extra
 from proxy.settings.section import Section
@@ -28,8 +29,8 @@ class OutsideLauncher(OutsidePart, LauncherConfig):
 
     kind = "launcher"
 
-    def build(self) -> Launcher:
-        return self.section(LauncherConfig).build()
+    def build(self, process: ProcessConfig = PROCESS) -> Launcher:
+        return self.section(LauncherConfig).build(process)
 
 
 class AgentConfig(Section):
@@ -64,6 +65,7 @@ class AgentConfig(Section):
     """An environment of an OpenEnv server, at `openenv.url`. It gives the rewards."""
     launcher: OutsideLauncher | None = None
     """A launcher of your own: `launcher.target` names the class of its section."""
+    process: ProcessConfig = PROCESS
 
     @property
     def agents(self) -> list[str]:
@@ -85,7 +87,7 @@ class AgentConfig(Section):
                 "remote_agent: no agent: set command.argv to the program that starts it, or one of "
                 "python, http, harbor, kubernetes, ray, launcher"
             )
-        return self.agent.build()
+        return self.agent.build(self.process)
 
     @property
     def needs_prompt(self) -> bool:
@@ -98,4 +100,15 @@ class AgentConfig(Section):
             raise ValueError(
                 f"several agents: remote_agent.{', remote_agent.'.join(self.agents)}; configure one"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _process_has_an_effect(self) -> Self:
+        kept = ProcessConfig.model_fields if self.agent is None else self.agent.process_keys
+        for key, value in self.process:
+            if key not in kept and value != getattr(PROCESS, key):
+                raise ValueError(
+                    f"process.{key}: an agent of `{self.agents[0]}` is not a process of this "
+                    "machine; remove the key"
+                )
         return self

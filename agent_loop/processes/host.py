@@ -60,6 +60,28 @@ class Limits(Section):
         return {name: value for name, value in named.items() if value is not None}
 
 
+class ProcessConfig(Section):
+    """The processes in which agents run on this machine, or on a Ray node; with `http` and
+    `kubernetes`, what of it the service or the cluster can keep.
+
+    Example: ProcessConfig(pass_env=("PGPASSWORD",), limits=Limits(cpu_s=600))
+    """
+
+    pass_env: tuple[str, ...] = ()
+    """Names of variables of the trainer's own environment that the agent gets, too. By default it
+    gets a fixed list of variables (PATH, HOME, language, certificates, …) and no secret. With
+    `python` they are also set while the function's module is imported."""
+    grace_s: float = Field(5.0, ge=0)
+    """Seconds between SIGTERM and SIGKILL at the deadline or a cancellation."""
+    log_bytes: int = Field(1 << 20, ge=1024)
+    """Bytes of the agent's output to keep: its first and its last half; with `http`, its end."""
+    limits: Limits = Limits()
+
+
+PROCESS = ProcessConfig()
+"""The settings of a process if none are given."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A program to run.

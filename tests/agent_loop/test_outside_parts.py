@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, FinishedTrial, Graded, Trial
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.rewards.protocol import RewardConfig, RewardSource
@@ -21,18 +22,19 @@ class EchoConfig(LauncherConfig):
 
     says: str
 
-    def build(self) -> Launcher:
-        return EchoLauncher(self)
+    def build(self, process: ProcessConfig = PROCESS) -> Launcher:
+        return EchoLauncher(self, process)
 
 
 class EchoLauncher:
     overhead_s = 1.0
 
-    def __init__(self, config: EchoConfig) -> None:
-        self._config = config
+    def __init__(self, config: EchoConfig, process: ProcessConfig) -> None:
+        self._config, self._process = config, process
 
     async def run(self, trial: Trial) -> AgentResult:
-        return AgentResult(AgentEnd.CRASHED, error=f"{self._config.says} {trial.trial_id}")
+        said = f"{self._config.says} {trial.trial_id} for {self._process.grace_s} s"
+        return AgentResult(AgentEnd.CRASHED, error=said)
 
     async def close(self) -> None:
         pass
@@ -60,10 +62,10 @@ class ConstantReward:
 
 async def test_launcher_from_outside_runs_trials(make_trial: MakeTrial) -> None:
     launcher = {"target": f"{HERE}:EchoConfig", "settings": {"says": "hello"}}
-    config = RemoteAgentConfig.model_validate({"launcher": launcher})
+    config = RemoteAgentConfig.model_validate({"launcher": launcher, "process": {"grace_s": 2}})
     assert config.agents == ["launcher"]
     result = await config.build_launcher().run(make_trial())
-    assert result.error == "hello t-1"
+    assert result.error == "hello t-1 for 2.0 s"
 
 
 async def test_reward_from_outside_is_summed_with_the_others(make_trial: MakeTrial) -> None:
@@ -100,6 +102,26 @@ def test_part_that_cannot_be_used_is_refused_by_name(
     config = RemoteAgentConfig.model_validate({"launcher": launcher})
     with pytest.raises(ConfigurationError, match=expected):
         config.build_launcher()
+
+
+@pytest.mark.parametrize(
+    ("agent", "key"),
+    [
+        ({"http": {"url": "http://a/runs"}}, "pass_env"),
+        ({"kubernetes": {"image": "agent:1"}}, "limits"),
+        ({"harbor": {"agent_name": "codex", "server_url": "http://h:1"}}, "grace_s"),
+    ],
+)
+def test_setting_of_a_process_without_an_effect_on_the_agent_is_refused(
+    agent: dict[str, object], key: str
+) -> None:
+    process = {"pass_env": ["TOKEN"], "limits": {"cpu_s": 9}, "grace_s": 1, "log_bytes": 2048}
+    with pytest.raises(
+        ValidationError, match=rf"process\.{key}: an agent of `{next(iter(agent))}`"
+    ):
+        RemoteAgentConfig.model_validate({**agent, "process": {key: process[key]}})
+    kept = RemoteAgentConfig.model_validate({**agent, "process": PROCESS.model_dump()})
+    assert kept.process == PROCESS
 
 
 def test_second_agent_in_addition_to_one_from_outside_is_refused() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
+from agent_loop.processes.host import ProcessConfig
 from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
@@ -56,7 +57,7 @@ async def run(
         rewards = PostedReward()
     loop = RemoteAgentLoop(
         client or proxy.control,
-        CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.2)),
+        CommandLauncher(CommandConfig(argv=AGENT), ProcessConfig(grace_s=0.2)),
         rewards,
         trials,
         trial=TrialConfig(**{"max_retries": 0, "timeout_s": 120, **config}),
@@ -408,7 +409,7 @@ async def test_misbehaving_agents_leak_no_processes_descriptors_sessions_or_dire
     cancelled."""
     mark = str(trials)  # in the command line of every process of these trials
     rewards = Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", NAN, mark)))
-    launcher = CommandLauncher(CommandConfig(argv=(*AGENT, mark), grace_s=0.1))
+    launcher = CommandLauncher(CommandConfig(argv=(*AGENT, mark)), ProcessConfig(grace_s=0.1))
     config = TrialConfig(timeout_s=3.0, max_retries=0)
     loop = RemoteAgentLoop(proxy.control, launcher, rewards, trials, trial=config)
 

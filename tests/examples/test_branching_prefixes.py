@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
+from agent_loop.processes.host import ProcessConfig
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
@@ -167,7 +168,7 @@ async def producing(proxy: RunningProxy, folder: Path) -> AsyncIterator[PrefixPr
     )
     loop = RemoteAgentLoop(
         proxy.control,
-        CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.2)),
+        CommandLauncher(CommandConfig(argv=AGENT), ProcessConfig(grace_s=0.2)),
         Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", GRADE))),
         folder / "trials",
         trial=TrialConfig(max_retries=0),

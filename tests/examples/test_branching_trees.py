@@ -15,6 +15,7 @@ import pytest
 from msgspec import structs
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
+from agent_loop.processes.host import ProcessConfig
 from agent_loop.producers.groups import rollout_seed
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Rollout, RolloutStatus, Task
@@ -136,7 +137,7 @@ async def test_rollouts_of_a_group_branch_from_its_first_one(
     )
     loop = RemoteAgentLoop(
         proxy.control,
-        CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.2)),
+        CommandLauncher(CommandConfig(argv=AGENT), ProcessConfig(grace_s=0.2)),
         Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", GRADE))),
         tmp_path / "trials",
         trial=TrialConfig(max_retries=0),

@@ -179,6 +179,14 @@ SUCCESSORS: Mapping[str, str] = {
             "use_local_trial",
         )
     },
+    **{
+        f"remote_agent.{launcher}.{name}": f"remote_agent.process.{name}"
+        for launcher in (
+            *("command", "python", "ray", "openenv", "verifiers.process", "http", "kubernetes"),
+        )
+        for name in ("pass_env", "grace_s", "log_bytes", "limits")
+    },
+    "remote_agent.verifiers.process": "remote_agent.verifiers.program",
     "remote_agent.llm_proxy_ip": "proxy_server.llm_proxy_ip",
     "remote_agent.placement": "remote_agent.command, remote_agent.kubernetes, remote_agent.ray or "
     "remote_agent.harbor.server_urls",
@@ -233,9 +241,16 @@ SUCCESSORS_BY_LAST_NAME: Mapping[str, str] = {
 """The last part of another trainer's key, whatever its section there → the key here."""
 
 
+_AGENT = re.compile(r"agents\.[^.]+\.")
+
+
 def successor(key: str) -> str | None:
     """The name here of another trainer's key, or of one that was here before, or of a section
-    that holds it; None if it is not known."""
+    that holds it; None if it is not known. Each of several `agents` has the keys of
+    `remote_agent`."""
+    if one := _AGENT.match(key):
+        here = successor(f"remote_agent.{key[one.end() :]}")
+        return here and here.replace("remote_agent.", one[0])
     parts = key.split(".")
     sections = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     whole = next((SUCCESSORS[each] for each in sections if each in SUCCESSORS), None)

@@ -11,15 +11,16 @@ from typing import Any
 from pydantic import Field
 
 from agent_loop.extras.environments.openenv_agent import INSTRUCTIONS, OpenEnvCall
-from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
+from agent_loop.launchers.agent_process import ProgramConfig, agent_result, call_agent
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig, OwnTasks
 from agent_loop.processes.functions import function_host, returned
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentResult, Trial
 
 TARGET = "agent_loop.extras.environments.openenv_agent:play"
 
 
-class OpenEnvConfig(ProcessSettings, LauncherConfig):
+class OpenEnvConfig(ProgramConfig, LauncherConfig):
     """Example: OpenEnvConfig(url="http://127.0.0.1:8000", seeds=1000)"""
 
     url: str = Field(pattern="^https?://[^/]+.*[^/]$")
@@ -44,8 +45,8 @@ class OpenEnvConfig(ProcessSettings, LauncherConfig):
         train = {"resets": {"first": first, "seeds": self.seeds}}
         return OwnTasks("openenv", train, {"resets": {"seeds": first}} if first else None)
 
-    def build(self) -> OpenEnvLauncher:
-        return OpenEnvLauncher(self)
+    def build(self, process: ProcessConfig = PROCESS) -> OpenEnvLauncher:
+        return OpenEnvLauncher(self, process)
 
 
 class OpenEnvLauncher:
@@ -54,8 +55,9 @@ class OpenEnvLauncher:
 
     overhead_s = OVERHEAD_S
 
-    def __init__(self, settings: OpenEnvConfig) -> None:
+    def __init__(self, settings: OpenEnvConfig, process: ProcessConfig = PROCESS) -> None:
         self._settings = settings
+        self._process = process
         self._host = function_host(OpenEnvCall, TARGET)
 
     def start(self) -> None:
@@ -73,7 +75,7 @@ class OpenEnvLauncher:
             "model": trial.model,
             "seed": trial.seed,
         }
-        ended, result = await call_agent(self._host, trial, settings, argument)
+        ended, result = await call_agent(self._host, trial, settings, self._process, argument)
         return agent_result(ended, returned(ended, result, "openenv", "reward"))
 
     async def close(self) -> None:

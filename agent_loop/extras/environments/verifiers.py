@@ -18,11 +18,11 @@ from typing import Any
 from pydantic import Field
 
 from agent_loop.errors import LaunchError, TaskFileError
-from agent_loop.launchers.agent_process import ProcessSettings, agent_result, call_agent
+from agent_loop.launchers.agent_process import ProgramConfig, agent_result, call_agent
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig, OwnTasks
 from agent_loop.processes.environment import inherited_environment
 from agent_loop.processes.functions import RETURNED_BYTES, returned
-from agent_loop.processes.host import Ended, ProcessHost
+from agent_loop.processes.host import PROCESS, Ended, ProcessConfig, ProcessHost
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
 from proxy.settings.section import Section
@@ -111,8 +111,8 @@ class VerifiersConfig(VerifiersEnvironment, LauncherConfig):
     held_out: int = Field(0, ge=0)
     """Number of tasks, the first ones, that are held out for evaluation, if the section `data`
     names no tasks."""
-    process: ProcessSettings = ProcessSettings()
-    """The process of an episode, with the keys of `command`."""
+    program: ProgramConfig = ProgramConfig()
+    """The process of an episode: `env` and `template` as in `command`."""
 
     @property
     def is_local(self) -> bool:
@@ -133,8 +133,8 @@ class VerifiersConfig(VerifiersEnvironment, LauncherConfig):
         held_out = {"verifiers": {**shared, "take": first}} if first else None
         return OwnTasks(self.env, {"verifiers": {**shared, "skip": first}}, held_out)
 
-    def build(self) -> VerifiersLauncher:
-        return VerifiersLauncher(self)
+    def build(self, process: ProcessConfig = PROCESS) -> VerifiersLauncher:
+        return VerifiersLauncher(self, process)
 
 
 class VerifiersLauncher:
@@ -142,7 +142,7 @@ class VerifiersLauncher:
 
     overhead_s = OVERHEAD_S
 
-    def __init__(self, settings: VerifiersConfig) -> None:
+    def __init__(self, settings: VerifiersConfig, process: ProcessConfig = PROCESS) -> None:
         """Raises ConfigurationError: there is no such Python."""
         if shutil.which(str(settings.python)) is None:
             raise ConfigurationError(
@@ -150,9 +150,10 @@ class VerifiersLauncher:
                 "give the Python of the environment in which verifiers is installed"
             )
         self._settings = settings
+        self._process = process
         own = {name: settings.inherited[name] for name in ("PATH", "PYTHONPATH")}
-        env = {**own, **settings.process.env}
-        self._process = settings.process.model_copy(update={"env": env})
+        env = {**own, **settings.program.env}
+        self._program = settings.program.model_copy(update={"env": env})
         self._host = ProcessHost(
             settings.argv("agent_loop.processes.function_server:main"),
             (f"{PROGRAM}:VerifiersCall", f"{PROGRAM}:play"),
@@ -177,7 +178,7 @@ class VerifiersLauncher:
             "model": trial.model,
             "seed": trial.seed,
         }
-        ended, result = await call_agent(self._host, trial, self._process, argument)
+        ended, result = await call_agent(self._host, trial, self._program, self._process, argument)
         if error := _error(ended, result):
             raise LaunchError(f"verifiers environment {settings.env!r}: {error}")
         return agent_result(ended, returned(ended, result, settings.env, "reward"))

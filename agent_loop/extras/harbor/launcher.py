@@ -22,6 +22,7 @@ from agent_loop.errors import LaunchError
 from agent_loop.extras.harbor.servers import HarborServers
 from agent_loop.extras.harbor.task_folders import Folders, resolve_task_dir
 from agent_loop.launchers.protocol import LauncherConfig
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from agent_loop.reward_values import graded
 from harbor_sdk import (
@@ -90,7 +91,11 @@ class HarborConfig(LauncherConfig):
     use_local_trial: bool = False
     """Run Harbor in this process (Python 3.12 with the harbor package) instead of on a server."""
 
-    def build(self) -> HarborLauncher:
+    @property
+    def process_keys(self) -> frozenset[str]:
+        return frozenset()
+
+    def build(self, process: ProcessConfig = PROCESS) -> HarborLauncher:
         return HarborLauncher(self)
 
     @model_validator(mode="after")

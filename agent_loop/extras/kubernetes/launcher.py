@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -46,6 +47,7 @@ from agent_loop.extras.kubernetes.objects import (
     secret_object,
 )
 from agent_loop.launchers.protocol import OVERHEAD_S
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.processes.supervisor import BoundedLog
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
 from agent_loop.reward_values import graded
@@ -79,20 +81,23 @@ class KubernetesConfig(JobSettings):
     key: str = "reward"
     """Which entry is used for training if the container's termination message, as JSON, is a
     dictionary."""
-    log_bytes: int = Field(1 << 20, ge=1024)
-    """Bytes of the agent's output to keep: its first and its last half."""
 
-    def build(self) -> KubernetesLauncher:
-        return KubernetesLauncher(self)
+    @property
+    def process_keys(self) -> frozenset[str]:
+        return frozenset({"grace_s", "log_bytes"})
+
+    def build(self, process: ProcessConfig = PROCESS) -> KubernetesLauncher:
+        return KubernetesLauncher(self, process)
 
 
 class KubernetesLauncher:
     """Runs each trial's agent in a pod."""
 
-    def __init__(self, settings: KubernetesConfig) -> None:
+    def __init__(self, settings: KubernetesConfig, process: ProcessConfig = PROCESS) -> None:
         """Raises ConfigurationError: the extra `kubernetes` is not installed."""
         require_client()
         self._settings = settings
+        self._process = process
         self._run = f"run-{secrets.token_hex(6)}"
         self._places = asyncio.Semaphore(settings.jobs)
         self._opening = asyncio.Lock()
@@ -157,7 +162,7 @@ class KubernetesLauncher:
         self, kubernetes: Kubernetes, trial: Trial, seen: asyncio.Queue[Seen]
     ) -> AgentResult:
         created = time.monotonic()
-        made = job_object(self._settings, trial, self._run)
+        made = job_object(self._settings, trial, self._run, math.ceil(self._process.grace_s))
         # A request that is dropped may still be carried out, after the one that deletes the Job.
         job = await _completed(kubernetes.create("batch/v1", "jobs", made))
         await _completed(kubernetes.create("v1", "secrets", secret_object(trial, job)))
@@ -249,7 +254,7 @@ class KubernetesLauncher:
         raise LaunchError(f"kubernetes: the pod of Job {name} was lost: {state.reason}")
 
     async def _keep_logs(self, kubernetes: Kubernetes, trial: Trial, pod: Object) -> None:
-        log = BoundedLog(str(trial.directory / "agent.log"), self._settings.log_bytes)
+        log = BoundedLog(str(trial.directory / "agent.log"), self._process.log_bytes)
         try:
             async for part in kubernetes.logs(pod["metadata"]["name"], CONTAINER):
                 log.write(part)
@@ -267,7 +272,7 @@ class KubernetesLauncher:
     async def _delete(self, kubernetes: Kubernetes, name: str) -> None:
         deleted = False
         try:
-            async with asyncio.timeout(self._settings.grace_s + END_TIMEOUT_S):
+            async with asyncio.timeout(self._process.grace_s + END_TIMEOUT_S):
                 await kubernetes.delete_job(name)
                 deleted = True
                 while True:

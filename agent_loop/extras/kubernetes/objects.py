@@ -79,8 +79,6 @@ class JobSettings(LauncherConfig):
     start_timeout_s: float = Field(1800.0, gt=0)
     """Seconds that a trial may wait for one of the run's `jobs`, and again for a node and for the
     image."""
-    grace_s: int = Field(5, ge=0)
-    """Seconds between SIGTERM and SIGKILL at the deadline or a cancellation."""
     ttl_s: int = Field(600, ge=0)
     """Seconds after which Kubernetes deletes the Job of an agent that has ended."""
 
@@ -113,10 +111,11 @@ def object_name(trial_id: str) -> str:
     return f"agent-{hashlib.sha256(trial_id.encode()).hexdigest()[:24]}"
 
 
-def job_object(settings: JobSettings, trial: Trial, run: str) -> Object:
+def job_object(settings: JobSettings, trial: Trial, run: str, grace_s: int) -> Object:
+    """`grace_s`: seconds between SIGTERM and SIGKILL."""
     name = object_name(trial.trial_id)
     labels = {**settings.labels, RUN_LABEL: run, TRIAL_LABEL: name}
-    end_s = settings.start_timeout_s + trial.timeout_s + settings.grace_s + END_S
+    end_s = settings.start_timeout_s + trial.timeout_s + grace_s + END_S
     metadata = {"labels": labels, "annotations": {"agentic-rl/trial-id": trial.trial_id}}
     return {
         "apiVersion": "batch/v1",
@@ -126,7 +125,7 @@ def job_object(settings: JobSettings, trial: Trial, run: str) -> Object:
             "backoffLimit": 0,
             "activeDeadlineSeconds": math.ceil(end_s),
             "ttlSecondsAfterFinished": settings.ttl_s,
-            "template": {"metadata": metadata, "spec": _pod(settings, trial, name)},
+            "template": {"metadata": metadata, "spec": _pod(settings, trial, name, grace_s)},
         },
     }
 
@@ -157,7 +156,7 @@ def secret_object(trial: Trial, job: Object) -> Object:
     }
 
 
-def _pod(settings: JobSettings, trial: Trial, name: str) -> Object:
+def _pod(settings: JobSettings, trial: Trial, name: str, grace_s: int) -> Object:
     inside = replace(trial, directory=FOLDER)
     keys = {"OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"}
     given = {key: value for key, value in session_variables(inside).items() if key not in keys}
@@ -187,7 +186,7 @@ def _pod(settings: JobSettings, trial: Trial, name: str) -> Object:
         "enableServiceLinks": False,
         **more,
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": settings.grace_s,
+        "terminationGracePeriodSeconds": grace_s,
         "nodeSelector": {**more.get("nodeSelector", {}), **settings.node_selector},
         "tolerations": [*more.get("tolerations", []), *({**each, **soon} for each in lost)],
         "containers": [container],

@@ -29,10 +29,10 @@ from typing import Any
 from pydantic import Field
 
 from agent_loop.errors import LaunchError
-from agent_loop.launchers.agent_process import ProcessSettings, agent_result, run_agent
+from agent_loop.launchers.agent_process import ProgramConfig, agent_result, run_agent
 from agent_loop.launchers.lifeline import Lifeline, LifelineAddress, LifelineListener
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
-from agent_loop.processes.host import END_TIMEOUT_S, Ended, ProcessHost
+from agent_loop.processes.host import END_TIMEOUT_S, PROCESS, Ended, ProcessConfig, ProcessHost
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
 
@@ -43,7 +43,7 @@ COLLECT_S = 300.0
 """Seconds after an agent's end within which its node has sent what it left."""
 
 
-class RayConfig(ProcessSettings, LauncherConfig):
+class RayConfig(ProgramConfig, LauncherConfig):
     """Example: RayConfig(argv=("my-agent", "{prompt}"), num_cpus=0.5)"""
 
     argv: tuple[str, ...] = Field(min_length=1)
@@ -56,8 +56,8 @@ class RayConfig(ProcessSettings, LauncherConfig):
     num_cpus: float = Field(1.0, ge=0)
     """Cores that Ray reserves for an agent on its node, which bounds the agents of a node."""
     memory_bytes: int = Field(0, ge=0)
-    """Bytes of memory that Ray reserves for an agent on its node; 0: none. `limits.memory_bytes`
-    bounds what it uses."""
+    """Bytes of memory that Ray reserves for an agent on its node; 0: none.
+    `process.limits.memory_bytes` bounds what it uses."""
     resources: Mapping[str, float] = Field(default_factory=dict)
     """Ray's custom resources that an agent reserves on its node, such as `{agents: 1}`."""
     start_timeout_s: float = Field(600.0, gt=0)
@@ -78,8 +78,8 @@ class RayConfig(ProcessSettings, LauncherConfig):
             "Ray's user can read, and can connect to Ray"
         )
 
-    def build(self) -> RayLauncher:
-        return RayLauncher(self)
+    def build(self, process: ProcessConfig = PROCESS) -> RayLauncher:
+        return RayLauncher(self, process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class FinishedAgent:
 class RayLauncher:
     """Runs each trial's agent in a task of a Ray cluster."""
 
-    def __init__(self, settings: RayConfig) -> None:
+    def __init__(self, settings: RayConfig, process: ProcessConfig = PROCESS) -> None:
         """Raises ConfigurationError: the extra `ray` is not installed."""
         try:
             import ray
@@ -105,6 +105,7 @@ class RayLauncher:
             ) from error
         self._ray: Any = ray
         self._settings = settings
+        self._process = process
         self._places = asyncio.Semaphore(settings.agents)
         self._opening = asyncio.Lock()
         self._own_connection = False
@@ -172,7 +173,7 @@ class RayLauncher:
             node = await self._started(task, line)
             return await self._finished(task, node, trial.timeout_s)
         finally:
-            grace_s = self._settings.grace_s
+            grace_s = self._process.grace_s
             if not await line.end(grace_s + END_TIMEOUT_S + LOST_S):
                 self._ray.cancel(ref, force=True)  # its agent ends with its worker
             elif not task.done():
@@ -195,7 +196,11 @@ class RayLauncher:
         # What rewards see and the agent does not stays on this machine.
         own = replace(trial.task, data=trial.agent_data)
         sent = replace(trial, task=own, wall=None)
-        return self._ray.remote(_run_on_node).options(**options).remote(sent, settings, address)
+        return (
+            self._ray.remote(_run_on_node)
+            .options(**options)
+            .remote(sent, settings, self._process, address)
+        )
 
     async def _started(self, task: asyncio.Future[FinishedAgent], line: Lifeline) -> str:
         """The address of the node on which the task has started.
@@ -222,7 +227,7 @@ class RayLauncher:
         self, task: asyncio.Future[FinishedAgent], node: str, timeout_s: float
     ) -> FinishedAgent:
         """Raises LaunchError: the task failed, was lost, or does not report its agent's end."""
-        limit_s = timeout_s + self._settings.grace_s + END_TIMEOUT_S + COLLECT_S
+        limit_s = timeout_s + self._process.grace_s + END_TIMEOUT_S + COLLECT_S
         try:
             async with asyncio.timeout(limit_s):
                 return await task
@@ -240,18 +245,24 @@ class RayLauncher:
             ) from None
 
 
-def _run_on_node(trial: Trial, settings: RayConfig, address: LifelineAddress) -> FinishedAgent:
+def _run_on_node(
+    trial: Trial, settings: RayConfig, process: ProcessConfig, address: LifelineAddress
+) -> FinishedAgent:
     """The Ray task."""
     with address.connect() as line:
-        return asyncio.run(_run_agent(trial, settings, line))
+        return asyncio.run(_run_agent(trial, settings, process, line))
 
 
-async def _run_agent(trial: Trial, settings: RayConfig, line: socket.socket) -> FinishedAgent:
+async def _run_agent(
+    trial: Trial, settings: RayConfig, process: ProcessConfig, line: socket.socket
+) -> FinishedAgent:
     with tempfile.TemporaryDirectory(prefix="agent-") as folder:
         here = replace(trial, directory=Path(folder))
         host = ProcessHost()
         try:
-            ended = await run_agent(host, here, settings, argv=settings.argv, lifeline=line)
+            ended = await run_agent(
+                host, here, settings, process, argv=settings.argv, lifeline=line
+            )
         finally:
             await host.close()
         if ended.ended_by == "cancel":

@@ -18,16 +18,19 @@ import pytest
 
 from agent_loop.errors import LaunchError
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
-from agent_loop.processes.host import Limits
+from agent_loop.processes.host import PROCESS, Limits, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from proxy.errors import ConfigurationError
 from proxy.wall import Wall
 from tests.agent_loop.conftest import MakeTrial
 
 
-async def run_python(trial: Trial, code: str, **settings: object) -> AgentResult:
+async def run_python(
+    trial: Trial, code: str, process: ProcessConfig = PROCESS, **settings: object
+) -> AgentResult:
     argv = (sys.executable, "-I", "-S", "-c", code)
-    launcher = CommandLauncher(CommandConfig(argv=argv, **settings))  # type: ignore[arg-type]
+    config = CommandConfig(argv=argv, **settings)  # type: ignore[arg-type]
+    launcher = CommandLauncher(config, process)
     try:
         return await launcher.run(trial)
     finally:
@@ -132,7 +135,7 @@ async def test_agent_finds_no_secret_in_the_environment_of_its_supervisor(
 async def test_agent_gets_the_variables_that_are_passed_by_name(make_trial: MakeTrial) -> None:
     trial = make_trial()
     code = "import os; print(os.environ.get('PGPASSWORD'), os.environ.get('MYAPIKEY'))"
-    await run_python(trial, code, pass_env=("PGPASSWORD", "NOT_SET"))
+    await run_python(trial, code, ProcessConfig(pass_env=("PGPASSWORD", "NOT_SET")))
     assert log_of(trial) == "hunter2 None\n"
 
 
@@ -232,7 +235,7 @@ async def test_log_of_gigabytes_of_output_keeps_the_first_and_last_bytes(
         "import os\nos.write(1, b'first')\nblock = b'x' * (1 << 20)\n"
         "for _ in range(2048):\n    os.write(1, block)\nos.write(1, b'last')"
     )
-    result = await run_python(trial, code, log_bytes=4096)
+    result = await run_python(trial, code, ProcessConfig(log_bytes=4096))
     assert result.end is AgentEnd.EXITED
     log = log_of(trial)
     assert len(log) < 4096 + 100
@@ -260,7 +263,7 @@ async def test_agent_that_ignores_sigterm_is_killed_after_grace_s(
         "\nopen('agent.pid', 'w').write(str(os.getpid()))\nwhile True:\n    time.sleep(600)"
     )
     trial = make_trial(timeout_s=2.0)
-    result = await run_python(trial, code, grace_s=0.3)
+    result = await run_python(trial, code, ProcessConfig(grace_s=0.3))
     assert result.end is AgentEnd.TIMED_OUT
     assert log_of(trial) == "no\n"
     assert not alive(trial.workspace / "agent.pid")
@@ -273,7 +276,7 @@ async def test_agent_can_finish_its_work_within_grace_s(make_trial: MakeTrial) -
         "signal.signal(signal.SIGTERM, stop)\nwhile True:\n    time.sleep(600)"
     )
     trial = make_trial(timeout_s=2.0)
-    result = await run_python(trial, code, grace_s=10)
+    result = await run_python(trial, code, ProcessConfig(grace_s=10))
     assert result.end is AgentEnd.TIMED_OUT
     assert (trial.workspace / "saved").read_text() == "yes"
 
@@ -282,7 +285,8 @@ async def test_cancelling_ends_the_agent_and_its_daemons_before_it_raises(
     make_trial: MakeTrial,
 ) -> None:
     trial = make_trial(timeout_s=600)
-    running = asyncio.ensure_future(run_python(trial, DAEMON + "time.sleep(600)", grace_s=0.2))
+    process = ProcessConfig(grace_s=0.2)
+    running = asyncio.ensure_future(run_python(trial, DAEMON + "time.sleep(600)", process))
     await until((trial.workspace / "daemon.pid").exists)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -309,8 +313,8 @@ async def test_killed_supervisor_is_a_launch_error_and_ends_the_agent(
 
 async def test_memory_limit_applies_to_the_agent(make_trial: MakeTrial) -> None:
     trial = make_trial()
-    limits = Limits(memory_bytes=200 << 20)
-    result = await run_python(trial, "x = b'x' * (1 << 30)", limits=limits)
+    process = ProcessConfig(limits=Limits(memory_bytes=200 << 20))
+    result = await run_python(trial, "x = b'x' * (1 << 30)", process)
     assert result.end is AgentEnd.CRASHED
     assert "MemoryError" in log_of(trial)
 

@@ -12,6 +12,7 @@ import pytest
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.launchers.python import PythonConfig, PythonLauncher
 from agent_loop.processes.environment import inherited_environment
+from agent_loop.processes.host import ProcessConfig
 from agent_loop.records import AgentEnd
 from proxy import wall
 from proxy.wall import Wall
@@ -49,7 +50,7 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ({}, "''", HIDDEN),
         ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, "'1'", SHOWN),
-        ({"pass_env": ("CUDA_VISIBLE_DEVICES",)}, "'0,1'", SHOWN),
+        ({"process": {"pass_env": ("CUDA_VISIBLE_DEVICES",)}}, "'0,1'", SHOWN),
     ],
 )
 async def test_agent_sees_gpus_only_if_its_section_says_so(
@@ -62,8 +63,9 @@ async def test_agent_sees_gpus_only_if_its_section_says_so(
     trial = replace(make_trial(), wall=Wall(hide=()))
     given = {"env": {}, **settings}
     given["env"] = {**given["env"], "DEVICES": devices}  # type: ignore[dict-item]
+    process = ProcessConfig.model_validate(given.pop("process", {}))
     section = {"argv": (sys.executable, "-I", "-S", "-c", LOOK), **given}
-    launcher = CommandLauncher(CommandConfig.model_validate(section))
+    launcher = CommandLauncher(CommandConfig.model_validate(section), process)
     result = await launcher.run(trial)
     await launcher.close()
     assert result.end is AgentEnd.EXITED

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.http import CallbackConfig, HttpConfig, HttpLauncher
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
@@ -66,8 +67,11 @@ async def service() -> AsyncIterator[Service]:
     await runner.cleanup()
 
 
-async def run(service: Service, trial: Trial, **settings: Any) -> AgentResult:
-    launcher = HttpLauncher(HttpConfig(**{"url": service.url, "poll_s": 0.01, **settings}))
+async def run(
+    service: Service, trial: Trial, process: ProcessConfig = PROCESS, **settings: Any
+) -> AgentResult:
+    config = HttpConfig(**{"url": service.url, "poll_s": 0.01, **settings})
+    launcher = HttpLauncher(config, process)
     try:
         return await launcher.run(trial)
     finally:
@@ -91,6 +95,14 @@ async def test_run_is_submitted_and_polled_and_its_reward_and_logs_are_kept(
     assert submitted["api_key"] == trial.api_key
     assert submitted["task"] == {"prompt": "do it"}
     assert service.deleted == []
+
+
+async def test_end_of_long_logs_is_kept(service: Service, make_trial: MakeTrial) -> None:
+    service.statuses = [{"status": "done", "logs": "x" * 5000 + "the end"}]
+    trial = make_trial()
+    await run(service, trial, ProcessConfig(log_bytes=1024))
+    log = (trial.directory / "agent.log").read_text()
+    assert (len(log), log[-7:]) == (1024, "the end")
 
 
 async def test_failed_run_is_a_crash_with_its_error(

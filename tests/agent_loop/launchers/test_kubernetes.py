@@ -18,6 +18,7 @@ from agent_loop.errors import LaunchError
 from agent_loop.extras.kubernetes import client as kubernetes_client
 from agent_loop.extras.kubernetes import launcher as kubernetes
 from agent_loop.extras.kubernetes.launcher import KubernetesConfig, KubernetesLauncher
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.launchers.fake_kubernetes import (
@@ -48,9 +49,11 @@ def trial(make_trial: MakeTrial) -> Trial:
     return make_trial(answer="hidden")
 
 
-def launcher_of(cluster: FakeKubernetes, **settings: Any) -> KubernetesLauncher:
+def launcher_of(
+    cluster: FakeKubernetes, process: ProcessConfig = PROCESS, **settings: Any
+) -> KubernetesLauncher:
     given = {"image": "agent:1", "kubeconfig": cluster.kubeconfig, "patience_s": 1, **settings}
-    return KubernetesConfig.model_validate(given).build()
+    return KubernetesConfig.model_validate(given).build(process)
 
 
 async def run(
@@ -75,7 +78,7 @@ def environment(job: dict[str, Any]) -> dict[str, Any]:
 
 async def test_long_output_is_kept_in_part(cluster: FakeKubernetes, trial: Trial) -> None:
     cluster.logs = b"first\n" + b"x" * 10_000 + b"\nlast\n"
-    await run(cluster, trial, ended(), log_bytes=1024)
+    await run(cluster, trial, ended(), process=ProcessConfig(log_bytes=1024))
     kept = (trial.directory / "agent.log").read_bytes()
     assert kept.startswith(b"first\n")
     assert kept.endswith(b"\nlast\n")
@@ -103,12 +106,13 @@ async def test_job_and_secret_are_valid_and_the_key_is_in_the_secret_only(
         "labels": {"app": "agent"},
         "pod": {"imagePullSecrets": [{"name": "registry"}], "tolerations": [{"key": "spot"}]},
     }
-    await run(cluster, trial, ended(), **settings)
+    await run(cluster, trial, ended(), process=ProcessConfig(grace_s=1.5), **settings)
     (job,) = cluster.created
     (secret,) = cluster.secrets.values()
     for made in (job, secret):
         kubernetes_validate.validate(made, "1.33", strict=True)
     spec = job["spec"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] == 2
     (container,) = spec["containers"]
     assert container["command"][2:] == [
         "/agentic-trial/task.json",
@@ -469,7 +473,7 @@ async def test_warning_says_whether_the_job_was_deleted(
     refused: bool,
 ) -> None:
     monkeypatch.setattr(kubernetes, "END_TIMEOUT_S", 0.3)
-    launcher = launcher_of(cluster, grace_s=0, patience_s=60)
+    launcher = launcher_of(cluster, ProcessConfig(grace_s=0), patience_s=60)
     trial_ends = asyncio.create_task(launcher.run(trial))
     job = await cluster.job(0)
     (cluster.unavailable if refused else cluster.kept).add("jobs")

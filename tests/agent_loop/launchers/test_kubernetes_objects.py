@@ -46,7 +46,7 @@ def started(
 ) -> tuple[list[str], dict[str, str]]:
     """The command and the variables with which the kubelet starts the container."""
     trial = replace(TRIAL, task=Task("t", {"prompt": prompt}))
-    job = job_object(KubernetesConfig(image="agent:1", argv=argv, env=env), trial, "run")
+    job = job_object(KubernetesConfig(image="agent:1", argv=argv, env=env), trial, "run", 5)
     assert trial.api_key not in str(job)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     variables: dict[str, str] = {}

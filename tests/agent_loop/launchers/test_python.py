@@ -11,20 +11,19 @@ import pytest
 
 from agent_loop.errors import RewardError
 from agent_loop.launchers.python import PythonConfig, PythonLauncher
-from agent_loop.processes.host import Job, StartsEarly
+from agent_loop.processes.host import PROCESS, Job, ProcessConfig, StartsEarly
 from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from proxy.errors import ConfigurationError
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.launchers.test_command import alive, log_of, until
 
 
-def launcher(function: str, **settings: float) -> PythonLauncher:
-    target = f"tests.agent_loop.functions:{function}"
-    return PythonLauncher(PythonConfig(target=target, **settings))  # type: ignore[arg-type]
+def launcher(function: str, process: ProcessConfig = PROCESS) -> PythonLauncher:
+    return PythonLauncher(PythonConfig(target=f"tests.agent_loop.functions:{function}"), process)
 
 
-async def run(trial: Trial, function: str, **settings: float) -> AgentResult:
-    started = launcher(function, **settings)
+async def run(trial: Trial, function: str, process: ProcessConfig = PROCESS) -> AgentResult:
+    started = launcher(function, process)
     try:
         return await started.run(trial)
     finally:
@@ -87,14 +86,14 @@ async def test_hanging_function_is_ended_at_its_deadline_with_its_children(
     make_trial: MakeTrial,
 ) -> None:
     trial = make_trial(timeout_s=3.0)
-    result = await run(trial, "hangs_with_a_child", grace_s=0.2)
+    result = await run(trial, "hangs_with_a_child", ProcessConfig(grace_s=0.2))
     assert result.end is AgentEnd.TIMED_OUT
     assert not alive(trial.workspace / "child.pid")
 
 
 async def test_cancelling_ends_the_function_and_its_children(make_trial: MakeTrial) -> None:
     trial = make_trial(timeout_s=600)
-    running = asyncio.ensure_future(run(trial, "hangs_with_a_child", grace_s=0.2))
+    running = asyncio.ensure_future(run(trial, "hangs_with_a_child", ProcessConfig(grace_s=0.2)))
     await until((trial.workspace / "child.pid").exists)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -188,10 +187,8 @@ async def test_passed_variables_reach_the_function_and_a_long_log_is_cut(
 ) -> None:
     monkeypatch.setenv("REGION", "eu")
     trial = make_trial()
-    settings = PythonConfig(
-        target="tests.agent_loop.functions:prints_its_region", pass_env=("REGION",), log_bytes=1024
-    )
-    started = PythonLauncher(settings)
+    process = ProcessConfig(pass_env=("REGION",), log_bytes=1024)
+    started = launcher("prints_its_region", process)
     assert (await started.run(trial)).reward == 1.0
     await started.close()
     assert len(log_of(trial)) < 2048

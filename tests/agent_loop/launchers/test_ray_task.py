@@ -23,6 +23,7 @@ import pytest
 from agent_loop.errors import LaunchError
 from agent_loop.extras.ray import launcher as ray_task
 from agent_loop.extras.ray.launcher import RayConfig, RayLauncher
+from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Task, Trial
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.launchers.test_command import until
@@ -80,9 +81,12 @@ def make_trial(tmp_path: Path) -> MakeTrial:
     return make
 
 
-async def run(trial: Trial, script: str, **settings: Any) -> AgentResult:
+async def run(
+    trial: Trial, script: str, process: ProcessConfig = PROCESS, **settings: Any
+) -> AgentResult:
     defaults = {"resources": {"agents": 0.5}, "num_cpus": 0.5}
-    launcher = RayLauncher(RayConfig(argv=("sh", "-c", script), **(defaults | settings)))
+    config = RayConfig(argv=("sh", "-c", script), **(defaults | settings))
+    launcher = RayLauncher(config, process)
     try:
         return await launcher.run(trial)
     finally:
@@ -128,14 +132,14 @@ async def test_agent_on_a_node_is_like_one_on_this_machine(
     assert json.loads(task) == trial.agent_data
     assert (trial.workspace / "made").read_text() == "done\n"
 
-    late = await run(make_trial(timeout_s=0.5), "sleep 600", grace_s=0.1)
+    late = await run(make_trial(timeout_s=0.5), "sleep 600", ProcessConfig(grace_s=0.1))
     assert late.end is AgentEnd.TIMED_OUT
 
     for suspended in (False, True):
         alive = tmp_path / f"alive-{suspended}"
         trial = make_trial()
         code = f"trap '' TERM; touch {alive}; sleep 600 & wait; sleep 600"
-        running = asyncio.create_task(run(trial, code, grace_s=0.1))
+        running = asyncio.create_task(run(trial, code, ProcessConfig(grace_s=0.1)))
         await until(alive.exists)
         (worker,) = workers(trial)
         os.kill(worker, signal.SIGSTOP if suspended else signal.SIGCONT)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
+from agent_loop.processes.host import ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
@@ -52,7 +53,7 @@ class Trials:
             rewards = Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", verifier)))
         loop = RemoteAgentLoop(
             client or self.proxy.control,
-            CommandLauncher(CommandConfig(argv=AGENT, grace_s=0.2)),
+            CommandLauncher(CommandConfig(argv=AGENT), ProcessConfig(grace_s=0.2)),
             rewards,
             self.folder / "trials",
             trial=TrialConfig(**{"max_retries": 0, "salvage": SalvageConfig(), **config}),

@@ -325,6 +325,31 @@ def test_flat_keys_of_verls_recipe_are_told_their_section(tmp_path: Path) -> Non
     assert "here it is data.harbor.train_dir" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ("remote_agent.command.grace_s=1", "remote_agent.process.grace_s"),
+        ("remote_agent.python.pass_env=[TOKEN]", "remote_agent.process.pass_env"),
+        ("remote_agent.command.limits.cpu_s=9", "remote_agent.process.limits"),
+        (
+            "remote_agent.http={url: 'http://a/runs', log_bytes: 9}",
+            "remote_agent.process.log_bytes",
+        ),
+        ("remote_agent.kubernetes={image: a, grace_s: 1}", "remote_agent.process.grace_s"),
+        (
+            "remote_agent.verifiers={env: a, process: {env: {A: b}}}",
+            "remote_agent.verifiers.program",
+        ),
+        ("agents.shop.command.grace_s=1", "agents.shop.process.grace_s"),
+        ("agents.shop.harbor_server_url=http://h:1", "agents.shop.harbor.server_url"),
+    ],
+)
+def test_keys_of_a_process_under_a_launcher_are_told_their_section(
+    file: Path, given: str, here: str
+) -> None:
+    assert f"there is no such key; here it is {here}" in error_of(file, given)
+
+
 def test_command_and_a_harbor_agent_together_are_refused(tmp_path: Path) -> None:
     agent = {"command": {"argv": ["true"]}, "harbor": {"agent_name": "codex"}}
     path = tmp_path / "run.yaml"

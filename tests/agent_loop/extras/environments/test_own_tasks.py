@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import TaskFileError
-from agent_loop.extras.environments.openenv import OpenEnvConfig
 from agent_loop.extras.environments.openenv_agent import ActionError, action_of
 from agent_loop.extras.environments.verifiers import VerifiersConfig
-from agent_loop.launchers.agent_process import ProcessSettings
+from agent_loop.launchers.agent_process import ProgramConfig
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.tasks import DataConfig, held_out_tasks, training_tasks, with_own_tasks
 from proxy.errors import ConfigurationError
@@ -91,10 +90,10 @@ def test_python_of_verifiers_must_exist(tmp_path: Path) -> None:
         VerifiersConfig(env="sums", python=tmp_path / "none").build()
 
 
-async def test_process_settings_of_verifiers_are_those_of_a_command(python: Path) -> None:
-    section = agent(python, process={"limits": {"open_files": 99}, "env": {"A": "b"}}).verifiers
-    assert section is not None
-    assert section.process.limits.open_files == 99
+async def test_program_of_verifiers_has_the_keys_of_a_command(python: Path) -> None:
+    section = agent(python, program={"template": "folder", "env": {"A": "b"}}).verifiers
+    assert isinstance(section, VerifiersConfig)
+    assert section.program == ProgramConfig(template="folder", env={"A": "b"})
     await section.build().close()
 
 
@@ -108,26 +107,6 @@ def test_openenv_brings_resets_with_seeds() -> None:
     ]
     tasks = training_tasks(data)
     assert [tasks.draw().data["reset"]["seed"] for _ in range(4)] == [2, 3, 4, 2]
-
-
-def test_episodes_of_openenv_have_the_process_settings_of_a_command() -> None:
-    settings = {
-        "env": {"A": "b"},
-        "pass_env": ["TOKEN"],
-        "template": "folder",
-        "grace_s": 1.0,
-        "log_bytes": 2048,
-        "limits": {
-            "cpu_s": 9,
-            "memory_bytes": 1 << 30,
-            "file_bytes": 4096,
-            "open_files": 99,
-        },
-    }
-    section = OpenEnvConfig.model_validate({"url": "http://127.0.0.1:8000", **settings})
-    process = ProcessSettings.model_validate(settings)
-    assert section.limits == process.limits
-    assert {name: getattr(section, name) for name in settings} == dict(process)
 
 
 def test_tasks_of_the_configuration_come_first(tmp_path: Path) -> None:
