@@ -229,6 +229,7 @@ def _make_router(
         version=config.policy_version,
         patience_s=config.limits.engine_patience_s,
         on_failure=metrics.engine_failed,
+        shared=config.workers > 1 or not config.store.startswith("sqlite"),
     )
 
 

@@ -13,7 +13,9 @@ the suspect alone is suspected again. Everyone else's calls continue at the othe
 GUILTY  the call has been a suspect ENGINES_LOST times, the last time alone and before it had a
         token; or ENGINES_LOST_LATE times, more often than every other suspect of the last one. The
         second bound is higher because engines that die for another reason may meet the same long
-        answer twice. The call ends, and calls of the same prompt are refused for REMEMBERED_S.
+        answer twice. It also holds where other proxies call the same engines, because nobody is
+        known to be alone there. The call ends, and calls of the same prompt are refused for
+        REMEMBERED_S.
 
 Invariant: at most half of the healthy engines are reserved, or the only one, and each of them only
 while its suspect is unproven. A call is never blamed for an engine that it did not reach.
@@ -83,7 +85,10 @@ class Attempt:
 class Blame:
     """The calls that run at each engine, and who is suspected of having taken one down."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        """`shared`: calls of other proxies run at the same engines, so that a suspect that is alone
+        here may not be alone there."""
+        self._shared = shared
         self._running: dict[Engine, set[Attempt]] = {}
         self._reserved: dict[Engine, Suspicion] = {}
         self._incidents: dict[Engine, Incident] = {}
@@ -149,7 +154,7 @@ class Blame:
         ranked = sorted(incident.suspects, key=lambda each: len(each.suspicion.lost), reverse=True)
         if down and ranked:
             first, others = ranked[0], ranked[1:]
-            late = first.has_tokens or bool(others)
+            late = first.has_tokens or bool(others) or self._shared
             enough = len(first.suspicion.lost) >= (ENGINES_LOST_LATE if late else ENGINES_LOST)
             if enough and all(len(e.suspicion.lost) < len(first.suspicion.lost) for e in others):
                 self._convict(first.suspicion)

@@ -87,14 +87,15 @@ class Router:
         patience_s: float = 120.0,
         on_failure: Callable[[str, EngineError], None] = lambda engine, error: None,
         admission: CacheRoom | None = None,
+        shared: bool = False,
     ) -> None:
         """`vocab_size`: every sampled id is below it. `pause_timeout_s`: how long a call waits for
         `resume` before it is refused. `patience_s`: how long an answer may stand still after its
         replica failed. `on_failure` gets each failed call's engine name and error. `admission`
-        decides which sessions may sample; None: all.
+        decides which sessions may sample; None: all. `shared`: other proxies call the same engines.
         """
         self.policies = Policies()
-        self.blame = Blame()
+        self.blame = Blame(shared=shared)
         self._engines = {engine.info.name: engine for engine in engines}
         self._vocab_size = vocab_size
         self._on_failure = on_failure

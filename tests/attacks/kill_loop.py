@@ -174,6 +174,12 @@ class Agent:
             what = f"{session.trial_id[:4]} got {response.status} {data[:120]!r}"
             self.story.append((time.time(), what))
             return None
+        if response.status == 400 and b'"code":"engines_lost"' in data:
+            # It was about to begin alone in each of the last kills: nothing tells it from a request
+            # that kills engines. An agent goes on with another request.
+            self.refusals[400] += 1
+            messages[-1]["content"] += " Again."
+            return None
         assert response.status == 200, (response.status, data)
         if not stream:
             return str(orjson.loads(data)["choices"][0]["message"]["content"])
@@ -221,6 +227,9 @@ class Report:
     open: list[str]
     failed_calls: int
     """Calls that an agent had to repeat: refused, or cut in mid-stream."""
+    convicted: int
+    """Calls that were refused because their engines were killed each time they began: an agent
+    goes on with another request."""
 
     @property
     def broken(self) -> list[str]:
@@ -230,7 +239,8 @@ class Report:
         kills = ", ".join(f"{n} of {target}" for target, n in self.kills.items())
         return (
             f"{sum(self.kills.values())} kills ({kills}), {self.answers} answers: "
-            f"{len(self.lost)} lost, {len(self.doubled)} doubled, {len(self.open)} open"
+            f"{len(self.lost)} lost, {len(self.doubled)} doubled, {len(self.open)} open, "
+            f"{self.convicted} taken for requests that kill engines"
         )
 
 
@@ -346,6 +356,7 @@ async def _examine(
         doubled=doubled,
         open=still_open,
         failed_calls=sum(agent.refusals.total() + agent.cuts for agent in agents),
+        convicted=sum(agent.refusals[400] for agent in agents),
     )
 
 

@@ -26,7 +26,9 @@ ANSWER = [*range(100, 100 + TOKENS - 1), 2]
 class Engines:
     """Scripted engines, each of which dies when it samples POISON and is started again later."""
 
-    def __init__(self, count: int, *, late: bool = False, restart_s: float = 0.3) -> None:
+    def __init__(
+        self, count: int, *, late: bool = False, restart_s: float = 0.3, shared: bool = False
+    ) -> None:
         self.servers = [ScriptedEngine(self._answer, token_delay_s=0.005) for _ in range(count)]
         self.deaths: Counter[int] = Counter()
         """By the last id of the poisonous prompt."""
@@ -37,12 +39,15 @@ class Engines:
         """A token of the poisonous call has arrived from the engine that samples it now."""
         self._ends: set[asyncio.Task[None]] = set()
         self.router: Router
+        self._shared = shared
 
     async def start(self) -> None:
         for server in self.servers:
             await server.start()
         engines = [VllmEngine(s.url, name=str(n)) for n, s in enumerate(self.servers)]
-        self.router = Router(engines, check_interval_s=0.1, patience_s=20, vocab_size=1000)
+        self.router = Router(
+            engines, check_interval_s=0.1, patience_s=20, vocab_size=1000, shared=self._shared
+        )
         await self.router.start()
 
     async def close(self) -> None:
@@ -120,6 +125,16 @@ async def test_request_that_took_down_two_engines_is_refused_and_the_next_call_g
     assert "took down 2 engines" in error.message
     assert engines.deaths == {1: 2}
     assert await asyncio.wait_for(engines.call([5], "s"), 5) == ANSWER
+
+
+async def test_where_other_proxies_call_the_same_engines_nobody_is_known_to_be_alone() -> None:
+    """Another proxy's call may have taken down two engines; a third one shows who it was."""
+    engines = Engines(4, shared=True)
+    await engines.start()
+    error = await refused(engines, [5, POISON, 1], "s")
+    assert "took down 3 engines" in error.message
+    assert engines.deaths == {1: 3}
+    await engines.close()
 
 
 async def test_equal_request_takes_down_no_further_engine(engines: Engines) -> None:
