@@ -316,6 +316,21 @@ def test_killed_vllm_is_replaced_and_kill_9_of_the_trainer_ends_everything(
         assert_all_end(watched)
 
 
+@pytest.mark.parametrize("part", ["server", "core"])
+def test_vllm_killed_in_its_first_update_is_replaced(
+    part: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Without its engine process, the server closes its port and never answers the request."""
+    configure(tmp_path, tiny_model, {"max_context_tokens": 512, "max_sequences": 4})
+    program = ["-m", "tests.e2e.killed_engine", "/init_weight_transfer_engine", "1", part]
+    words = "--config", str(tmp_path / "config.yaml"), "trainer.steps=1"
+    argv = [sys.executable, *program, *words]
+    with Train(argv, tmp_path / "words", tmp_path / "said.log") as run:
+        assert run.wait() == 0, run.said
+    assert run.said.count("warning: engine-0 ended with") == 1
+    assert summary(tmp_path)["status"] == "done"
+
+
 def servers(run: Train) -> list[int]:
     start = f"{sys.executable} -m proxy.engines.vllm_launch"
     return [pid for pid in descendants(run.process.pid) if command_line(pid).startswith(start)]

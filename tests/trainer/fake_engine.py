@@ -7,6 +7,7 @@ process requires the key that it reads from KEY_FD, like a vLLM server that the 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from proxy.machine.secrecy import from_pipe
+
+ANSWERED_BY_THE_DEAD = ("/health", "/die", "/die_deaf")
 
 
 class FakeEngine:
@@ -30,6 +33,8 @@ class FakeEngine:
         self.is_dead = False
         """Whether the server behaves like a vLLM server whose engine process has died: it runs, but
         is not healthy."""
+        self.hangs = False
+        """Whether it answers nothing but `/health`."""
         self.never_answers = ""
         """A route whose requests wait until the engine is `released`."""
         self.refuses_resets = 0
@@ -42,11 +47,11 @@ class FakeEngine:
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, object]:
         route = path.partition("?")[0]
         self.calls.append(route)
-        if route == self.never_answers:
+        if route == self.never_answers or (self.hangs and route not in ANSWERED_BY_THE_DEAD):
             self.waiting.set()
             self.released.wait()
-        if route == "/die":
-            self.is_dead = True
+        self.is_dead = self.is_dead or route == "/die"
+        self.hangs = self.hangs or route in ("/die", "/die_deaf")
         if route == "/init_weight_transfer_engine" and "report" in body["init_info"]:
             report = {"digest": body["init_info"]["digest"], "reason": ""}
             Path(body["init_info"]["report"]).write_text(json.dumps(report) + "\n")
@@ -58,6 +63,8 @@ class FakeEngine:
             del self.adapters[body["lora_name"]]
         if route == "/collective_rpc":
             return {"results": [self._report(body["method"], body["args"])]}
+        if route == "/inference/v1/generate":
+            return _certain(body["token_ids"], body["sampling_params"]["logprob_token_ids"][0])
         if route == "/v1/models":
             return {"data": [{"id": "m"}, *({"id": n, "parent": "m"} for n in self.adapters)]}
         success = True
@@ -74,6 +81,13 @@ class FakeEngine:
             return [] if self.held is None else ["held_dtypes"]
         held = self.held or {}
         return [held.get(name, dtype) for name, dtype, _ in json.loads(arguments[0])]
+
+
+def _certain(ids: Sequence[int], last: int) -> dict[str, object]:
+    """The answer to a scoring call of an engine that gives every token the probability 1."""
+    prompt = [None, *({str(each): {"logprob": 0.0}} for each in ids[1:])]
+    listed = {"top_logprobs": [{"token_id": last, "logprob": 0.0}]}
+    return {"prompt_logprobs": prompt, "choices": [{"logprobs": {"content": [listed]}}]}
 
 
 Engine = TypeVar("Engine", bound=FakeEngine)
@@ -108,6 +122,8 @@ def _server(
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length) or b"{}")
             said = engine.answer(self.path, body)
+            if self.path == "/die_deaf":
+                server.stop_listening()
             answer = json.dumps(said).encode()
             dead = engine.is_dead and self.path == "/health"
             self.send_response(503 if dead else 500 if "error" in said else 200)
@@ -124,9 +140,21 @@ def _server(
         def log_message(self, *_: object) -> None:
             pass
 
-    return ThreadingHTTPServer((host, port), Handler)
+    server = _Server((host, port), Handler)
+    return server
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def stop_listening(self) -> None:
+        self.shutdown()
+        self.socket.close()
 
 
 if __name__ == "__main__":
     key = from_pipe(int(sys.argv[3]))
     _server(FakeEngine(), sys.argv[1], int(sys.argv[2]), key).serve_forever()
+    # As vLLM after the death of its engine process: it waits for requests that are never answered.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pause()

@@ -3,12 +3,14 @@
 Invariant: the proxy sends calls only to engines that serve the trainer's weights: a new engine
 receives them before it is added to the proxy, and each version of an adapter is published there as
 soon as all engines have it, before any engine is connected again. An engine that ends more than
-`engine.restarts` times ends the run, with the last line of the engine's log.
+`engine.restarts` times, at whatever moment, ends the run with the cause in the engine's log. A
+replacement that does not start has ended, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,16 +19,20 @@ from pathlib import Path
 from typing import Protocol
 
 from proxy.client import ProxyClient, ProxyClientError, patiently
+from proxy.engines.vllm_server import STOP_GRACE_S
+from proxy.errors import EngineError
 from proxy.routing.policies import BASE
 from proxy.settings.extra import extra
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica
+from trainer.cluster.local_engine import HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S
 from trainer.cluster.rank_zero import Connect, FreeMemory, RankZero, SentWeights, SyncWeights
 from trainer.errors import TrainerError, WeightSyncError
 from trainer.run.control import first_to_end
 
-ENGINE_END_KNOWN_S = 5.0
-"""Seconds within which the end of an engine's process is known after it stops answering."""
+ENGINE_END_KNOWN_S = HEALTH_INTERVAL_S + HEALTH_TIMEOUT_S + STOP_GRACE_S + 2.0
+"""Seconds within which the end of a replica is known after it stops answering: a server whose
+engine process has died may have to be found dead, and then to be killed."""
 
 
 def engine_name(number: int) -> str:
@@ -90,6 +96,8 @@ class RunEngines:
             )
         self.proxy: ProxyClient | None = None
         """The proxy in which versions of an adapter are published; None before it is started."""
+        self._ends: Counter[int] = Counter()
+        """How often each replica has ended."""
         self._running: set[int] = set()
         self._changed = asyncio.Condition()
         self._sending = asyncio.Lock()
@@ -109,9 +117,19 @@ class RunEngines:
         return given + [{"url": self._replicas[n].url, "name": engine_name(n)} for n in ours]
 
     async def connect(self) -> None:
-        """Connects the trainer to every engine, once the replicas have started."""
+        """Connects the trainer to every engine, once the replicas have started. Replicas that end
+        meanwhile are started again.
+
+        Raises:
+            WeightSyncError: an engine that has not ended cannot receive weights.
+            TrainerError: a replica ended more than `restarts` times.
+        """
         self._running = set(self._replicas)
-        await self._rank_zero.ask(Connect(self.urls, self._adapters))
+        while True:
+            try:
+                return await self._rank_zero.ask(Connect(self.urls, self._adapters))
+            except WeightSyncError as error:
+                await self._start_ended(error)
 
     async def stop(self) -> None:
         """Ends the replicas, and returns when they have ended."""
@@ -182,17 +200,14 @@ class RunEngines:
         replica, name = self._replicas[number], engine_name(number)
         ended = asyncio.create_task(replica.wait())
         try:
-            for restart in range(self._restarts + 1):
-                how = await ended
-                if restart == self._restarts:
-                    break
-                self._say(f"warning: {name} ended with {how}; starting another")
+            while True:
+                self._count(number, await ended)
                 await self._note(lambda: self._running.discard(number))
                 await proxy.set_engines(self.named)
                 await self._change(lambda: client.remove_engine(name), HTTPStatus.NOT_FOUND)
                 if self._may_share_gpus:
                     await self._rank_zero.ask(FreeMemory())
-                await replica.start()
+                await self._start(number)
                 ended = asyncio.create_task(replica.wait())
                 if not await self._join(number, ended):
                     continue
@@ -202,7 +217,44 @@ class RunEngines:
                 )
         finally:
             ended.cancel()
-        raise TrainerError(f"{name} ended {self._restarts + 1} times (engine.restarts): {how}")
+
+    def _count(self, number: int, how: str) -> None:
+        """Counts and reports an end of a replica.
+
+        Raises:
+            TrainerError: it was one too many.
+        """
+        name = engine_name(number)
+        self._ends[number] += 1
+        if (ends := self._ends[number]) > self._restarts:
+            raise TrainerError(f"{name} ended {ends} times (engine.restarts): {how}")
+        self._say(f"warning: {name} ended with {how}; starting another")
+
+    async def _start(self, number: int) -> None:
+        """Starts a replica that has ended, again while its start fails."""
+        while True:
+            try:
+                return await self._replicas[number].start()
+            except EngineError as error:
+                self._count(number, str(error))
+
+    async def _start_ended(self, error: WeightSyncError) -> None:
+        """Starts the replicas that have ended; raises `error`, which an engine caused, if none
+        has."""
+        ends = {asyncio.create_task(self._replicas[n].wait()): n for n in self._replicas}
+        if not ends:
+            raise error
+        try:
+            known_s, first = ENGINE_END_KNOWN_S, asyncio.FIRST_COMPLETED
+            ended, _ = await asyncio.wait(ends, timeout=known_s, return_when=first)
+            if not ended:
+                raise error
+            for each in ended:
+                self._count(ends[each], each.result())
+                await self._start(ends[each])
+        finally:
+            for each in ends:
+                each.cancel()
 
     async def _join(self, number: int, ended: asyncio.Task[str]) -> bool:
         """Connects a replacement and sends it the weights; again without the engines that end

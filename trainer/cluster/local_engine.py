@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -68,23 +67,30 @@ def replica_engine(config: RanksConfig) -> EnginesConfig:
     return engine
 
 
-async def until_engine_is_dead(url: str) -> None:
-    """Returns when the server reports that its engine process is dead (503 at `/health`). A server
-    that does not answer does not count as dead: it may be busy, and if its process ends, this is
-    noticed in another way."""
+async def until_engine_is_dead(url: str) -> str:
+    """Returns how it is known, when a server that has answered reports that its engine process is
+    dead (503 at `/health`), or does not listen any more: vLLM then still waits for requests that
+    its dead engine never answers. A server that listens and does not answer may be busy; if its process ends, this
+    is noticed in another way."""
     address = EngineAddress.parse(url)
     timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, headers=address.headers) as session:
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            try:
                 async with session.get(f"{address.url}/health") as answer:
                     if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                        return
+                        return "its engine process died, "
+            except aiohttp.ClientConnectorError as error:
+                if isinstance(error.os_error, ConnectionRefusedError):
+                    return "it closed its port, "
+            except (aiohttp.ClientError, TimeoutError):
+                pass
 
 
-async def _never() -> None:
+async def _never() -> str:
     await asyncio.Event().wait()
+    return ""
 
 
 class LocalReplica:
@@ -110,7 +116,7 @@ class LocalReplica:
             await asyncio.wait({ended, dead}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():  # vLLM would wait for calls that its dead engine never answers
                 await self._server.stop()
-            how = "its engine process died, " if dead.done() else ""
+            how = dead.result() if dead.done() else ""
             code, words = await ended, self._server.last_words()
             return f"{how}exit code {code}: {words} (log: {self._server.log})"
         finally:

@@ -350,7 +350,11 @@ class Learner:
         control, policy = EngineControl(urls), self.config.model.policy
         if not policy:
             device = self.models.policy.device
-            return WeightSync(control, self.config.engine.weight_transfer, device)
+            try:
+                return WeightSync(control, self.config.engine.weight_transfer, device)
+            except BaseException:
+                control.close()
+                raise
         folder = adapters or self.config.trainer.run_dir / "adapters"
         return AdapterSync(control, folder, policy)
 

@@ -70,10 +70,11 @@ class SharedMemoryTransport:
     every engine has loaded it into memory of its own, or has refused to."""
 
     def __init__(self, control: EngineControl) -> None:
+        """Raises WeightSyncError: an engine does not answer."""
         self._control = control
-        self.segment = SegmentWriter()
-        self._written: Written | None = None
         self._workers = sum(control.world_sizes())
+        self.segment = SegmentWriter()  # last, because it has a process
+        self._written: Written | None = None
         self.unstaged: list[str] = []
         """Why workers have not staged the last weights: they load them while sampling is paused."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +12,13 @@ from typing import Any, cast
 import pytest
 
 from proxy.client import ProxyClient, ProxyClientError
+from proxy.errors import EngineError
 from proxy.records import ServedPolicy
 from tests.trainer.test_two_policies import proxy_of
 from trainer.cluster.cluster import ProxyService
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.rank_zero import Connect, RankRequest, RankZero, SentWeights, SyncWeights
-from trainer.errors import WeightSyncError
+from trainer.errors import TrainerError, WeightSyncError
 from trainer.run.folder import RunFolder
 
 
@@ -31,6 +32,8 @@ class AdapterTrainer:
         self.rank_zero = RankZero(self._serve)
         self.dead = ""
         """The URL of an engine that does not answer."""
+        self.unreachable = ""
+        """The URL of an engine to which it cannot be connected."""
         self.failed = asyncio.Event()
         """Set when an update has failed for it."""
         self._urls: Sequence[str] = ()
@@ -39,6 +42,8 @@ class AdapterTrainer:
         self.log.append(type(request).__name__)
         if isinstance(request, Connect):
             self._urls = request.engine_urls
+            if self.unreachable in self._urls:
+                raise WeightSyncError(f"{self.unreachable} does not answer")
             return None
         assert isinstance(request, SyncWeights)
         if self.dead in self._urls:
@@ -51,13 +56,20 @@ class DyingReplica:
     def __init__(self, number: int = 0) -> None:
         self.url = f"http://127.0.0.1:{number + 1}"
         self.starts = 0
+        self.failures = 0
+        """How many starts fail."""
+        self.at_start: Callable[[], None] = lambda: None
         self.lost = asyncio.Event()
         self.may_start = asyncio.Event()
         self.started = asyncio.Event()
 
     async def start(self) -> None:
         await self.may_start.wait()
+        if self.failures:
+            self.failures -= 1
+            raise EngineError("no memory")
         self.starts += 1
+        self.at_start()
         self.started.set()
 
     async def wait(self) -> str:
@@ -244,6 +256,48 @@ async def test_replacement_that_ends_before_it_has_the_weights_is_replaced() -> 
         await run.proxy.added.wait()
         assert not kept.done()
     assert run.replica.starts == 2
+
+
+async def test_replacement_that_does_not_start_is_started_again() -> None:
+    run = Run()
+    run.replica.failures = 2
+    async with run.keeping() as kept:
+        run.replica.may_start.set()
+        run.replica.lost.set()
+        await run.proxy.added.wait()
+        assert not kept.done()
+    assert run.replica.starts == 1
+
+
+async def test_replacement_whose_starts_fail_too_often_ends_the_run() -> None:
+    run = Run()
+    run.replica.failures = 3
+    async with run.keeping() as kept:
+        run.replica.may_start.set()
+        run.replica.lost.set()
+        with pytest.raises(TrainerError, match=r"engine-0 ended 4 times .*: no memory"):
+            await kept
+
+
+async def test_engine_that_ends_before_the_trainer_is_connected_is_started_again() -> None:
+    run = Run()
+    run.trainer.unreachable = run.replica.url
+    run.replica.may_start.set()
+    run.replica.lost.set()
+    run.replica.at_start = lambda: setattr(run.trainer, "unreachable", "")
+    await run.engines.connect()
+    assert run.trainer.log == ["Connect", "Connect"]
+    assert run.replica.starts == 1
+
+
+async def test_engine_that_runs_and_cannot_be_connected_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.cluster.engines.ENGINE_END_KNOWN_S", 0.0)
+    run = Run()
+    run.trainer.unreachable = run.replica.url
+    with pytest.raises(WeightSyncError, match="does not answer"):
+        await run.engines.connect()
 
 
 async def test_replacement_that_refuses_the_weights_ends_the_run(
