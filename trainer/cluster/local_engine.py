@@ -70,8 +70,8 @@ def replica_engine(config: RanksConfig) -> EnginesConfig:
 async def until_engine_is_dead(url: str) -> str:
     """Returns how it is known, when a server that has answered reports that its engine process is
     dead (503 at `/health`), or does not listen any more: vLLM then still waits for requests that
-    its dead engine never answers. A server that listens and does not answer may be busy; if its process ends, this
-    is noticed in another way."""
+    its dead engine never answers. A server that listens and does not answer may be busy; if its
+    process ends, this is noticed in another way."""
     address = EngineAddress.parse(url)
     timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, headers=address.headers) as session:
