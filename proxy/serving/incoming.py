@@ -75,7 +75,7 @@ class IncomingCalls:
         if request.conversation.continues is not None:
             named = await self._answered(live, request.conversation.continues)
             request.conversation.continues = named
-        if request.unfilled:
+        if request.searched:
             tools, session_id = self._backend.provider_tools, live.session.session_id
             await tools.fill(session_id, live.searches, request)
         conversation, large = request.conversation, request.is_large

@@ -35,6 +35,7 @@ from proxy.wire.web_search import (
     NOT_RECORDED,
     TOO_MANY,
     UNAVAILABLE,
+    UNNAMED,
     WEB_SEARCH,
     is_error,
     results_text,
@@ -49,18 +50,26 @@ MAX_TEXT_CHARS = 8000
 """Characters of each field of a result; 20 results are 40,000 tokens at most."""
 KEPT_CHARS = 2**18
 """Characters of results that a session keeps in memory; others are read from the record again."""
+MAX_TOGETHER = 1000
+"""Answers with several searches that a session remembers as such; an older one forks if it comes
+back without ids."""
 
 _log = logging.getLogger(__name__)
 
 
 class SessionSearches:
-    """The results that one session has seen, by query, with the arguments that the model wrote."""
+    """The results that one session has seen, by query, with the arguments that the model wrote, and
+    the queries that one answer had together."""
 
     def __init__(self) -> None:
         self.is_read = False
         """Whether the record was searched, after a start of the proxy."""
         self._found: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._chars = 0
+        self._together: OrderedDict[int, None] = OrderedDict()
+        """Hashes of the queries of an answer that has several."""
+        self.knows_together = False
+        """Whether those of the record are known, too."""
 
     def get(self, query: str | None) -> tuple[str, str] | None:
         """Arguments and text."""
@@ -74,6 +83,19 @@ class SessionSearches:
         while self._chars > KEPT_CHARS and len(self._found) > 1:
             self._chars -= len(self._found.popitem(last=False)[1][1])
             self.is_read = False
+
+    def keep_together(self, calls: Sequence[ToolCall]) -> None:
+        """Remembers the searches of one answer, `calls`, as such."""
+        if len(calls) > 1:
+            self._together[hash(_queries(calls))] = None
+            while len(self._together) > MAX_TOGETHER:
+                self._together.popitem(last=False)
+
+    def together(self, calls: Sequence[ToolCall]) -> int:
+        """Number of the first of `calls`, whose answers are not known, that are of one answer."""
+        queries = _queries(calls)
+        joint = (n for n in range(len(calls), 1, -1) if hash(queries[:n]) in self._together)
+        return next(joint, 1)
 
 
 class ProviderTools:
@@ -100,6 +122,7 @@ class ProviderTools:
         """The results of the calls of `said` that the proxy runs. `made` is the number of those
         before, of the same request."""
         tools, results = asked.request.provider_tools, list[ResultDelta]()
+        searches.keep_together([call for call in said.message.tool_calls if call.name in tools])
         for call in said.message.tool_calls:
             if call.name in tools:
                 most = tools[call.name].get("max_uses")
@@ -133,20 +156,31 @@ class ProviderTools:
         return text
 
     async def fill(self, session_id: str, searches: SessionSearches, request: Call) -> None:
-        """Puts recorded results into a history that has none."""
-        for message, call in request.unfilled:
-            known = await self._known(session_id, searches, _query(call))
-            message.text = NOT_RECORDED if known is None else known[1]
-            if known is not None:
-                call.arguments = known[0]
+        """Puts recorded results into a history that has none, and makes one message of the searches
+        of one answer where their items have no ids."""
+        for message, call in request.searched:
+            if not message.text:
+                known = await self._known(session_id, searches, _query(call))
+                message.text = NOT_RECORDED if known is None else known[1]
+                if known is not None:
+                    call.arguments = known[0]
+        if sum(call.id.startswith(UNNAMED) for _, call in request.searched) > 1:
+            if not searches.knows_together:
+                await self._read(session_id, searches)
+            conversation = request.conversation
+            conversation.messages = _with_joint_searches(conversation.messages, searches)
 
     async def _known(
         self, session_id: str, searches: SessionSearches, query: str | None
     ) -> tuple[str, str] | None:
         found = searches.get(query)
-        if found is not None or searches.is_read:
-            return found
-        searches.is_read = True
+        if found is None and not searches.is_read:
+            await self._read(session_id, searches)
+        return searches.get(query)
+
+    async def _read(self, session_id: str, searches: SessionSearches) -> None:
+        """Reads the record's searches, after a start of the proxy."""
+        searches.is_read = searches.knows_together = True
         calls: dict[str, ToolCall] = {}
         for turn in await self._store.get_turns(session_id):
             request = load_request(turn)
@@ -155,9 +189,39 @@ class ProviderTools:
                 if call is not None and message.role == "tool" and not is_error(message.text):
                     searches.keep(_query(call) or "", call.arguments, message.text)
             if turn.answer:
-                made = load_answer(turn.answer).tool_calls
-                calls.update((call.id, call) for call in made if call.name == WEB_SEARCH)
-        return searches.get(query)
+                made = [c for c in load_answer(turn.answer).tool_calls if c.name == WEB_SEARCH]
+                searches.keep_together(made)
+                calls.update((call.id, call) for call in made)
+
+
+def _with_joint_searches(messages: list[Message], searches: SessionSearches) -> list[Message]:
+    """`call, result, call, result` of one answer as `calls, results`, for calls without ids."""
+    out, at = list[Message](), 0
+    while at < len(messages):
+        ends = at
+        while _is_unnamed_search(messages, ends, alone=ends > at):
+            ends += 2
+        calls = [messages[n].tool_calls[-1] for n in range(at, ends, 2)]
+        joint = searches.together(calls)
+        if joint > 1:
+            first, more = messages[at], calls[1:joint]
+            out.append(replace(first, tool_calls=[*first.tool_calls, *more]))
+            out += messages[at + 1 : at + 2 * joint : 2]
+            at += 2 * joint
+        else:
+            out.append(messages[at])
+            at += 1
+    return out
+
+
+def _is_unnamed_search(messages: Sequence[Message], at: int, *, alone: bool) -> bool:
+    """Whether a search without an id, and its result, are there; `alone`: and nothing else."""
+    if at + 1 >= len(messages) or not messages[at].tool_calls:
+        return False
+    message, call = messages[at], messages[at].tool_calls[-1]
+    if alone and (message.text or message.reasoning or len(message.tool_calls) > 1):
+        return False
+    return call.id.startswith(UNNAMED) and messages[at + 1].tool_call_id == call.id
 
 
 def next_request(asked: Asked, said: Outcome, answered: ConversationKey) -> Asked:
@@ -198,6 +262,10 @@ def joined(before: Sequence[Outcome], last: Outcome) -> Outcome:
 def _query(call: ToolCall) -> str | None:
     query = arguments_object(call).get("query")
     return query if isinstance(query, str) else None
+
+
+def _queries(calls: Sequence[ToolCall]) -> tuple[str, ...]:
+    return tuple(_query(call) or "" for call in calls)
 
 
 def _checked(results: Any) -> list[dict[str, str]]:

@@ -93,8 +93,9 @@ class Call(msgspec.Struct):
     """The names of tools that take one text instead of arguments."""
     provider_tools: dict[str, dict[str, Any]] = {}
     """By name, the entries of tools whose calls the proxy answers itself (`wire.web_search`)."""
-    unfilled: list[tuple[Message, ToolCall]] = []
-    """Messages of such tools whose text is in the record, and their calls."""
+    searched: list[tuple[Message, ToolCall]] = []
+    """The results of such tools in a history that may lack them, and their calls. A result that is
+    in the record has no text."""
     notes: list[Note] = []
     """What of the request is not taken as it is."""
     extra: dict[str, Any] = {}

@@ -39,6 +39,7 @@ from proxy.wire.responses_stream import (
 )
 from proxy.wire.shown import block_text, shown
 from proxy.wire.web_search import (
+    UNNAMED,
     WEB_SEARCH,
     is_web_search,
     item_search,
@@ -77,8 +78,8 @@ class ResponsesDialect:
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
         tools, deferred, kinds, provided = offered_tools(fields)
-        unfilled: list[tuple[Message, ToolCall]] = []
-        items = parse_input(fields, unfilled if provided else None)
+        searched: list[tuple[Message, ToolCall]] = []
+        items = parse_input(fields, searched if provided else None)
         compacting = _takes_trigger(fields)
         instructions = fields.optional_text("instructions")
         if instructions:
@@ -102,7 +103,7 @@ class ResponsesDialect:
             options=options,
             stream=fields.flag("stream"),
             provider_tools=provided,
-            unfilled=unfilled,
+            searched=searched,
             free_form=frozenset(n for n, kind in kinds.items() if kind.startswith("custom")),
             extra={
                 "kinds": kinds,
@@ -153,24 +154,24 @@ def _is_user_message(item: Any) -> bool:
 
 
 def parse_input(
-    fields: Fields, unfilled: list[tuple[Message, ToolCall]] | None = None
+    fields: Fields, searched: list[tuple[Message, ToolCall]] | None = None
 ) -> list[Message | AnswerPart]:
     """The messages of the input. An item that the model cannot take is shown as text. Searches of
-    the web are calls if `unfilled` is given, which gets the results that are in the record."""
+    the web are calls if `searched` is given, which gets their results; those that are in the record
+    have no text."""
     if isinstance(fields.get("input"), str):
         return [Message("user", fields.text("input"))]
     found: list[Message | AnswerPart | None] = []
-    searched = set[str]()
+    with_others = set[str]()
     for number, item in enumerate(fields.objects("input")):
-        if unfilled is not None and item.get("type") == "web_search_call":
-            among = missing_call_id(_same_answer(found, searched))
-            call, text = item_search(item, among or f"ws_{number}")
+        if searched is not None and item.get("type") == "web_search_call":
+            among = missing_call_id(_same_answer(found, with_others))
+            call, text = item_search(item, among or f"{UNNAMED}{number}")
             if among is not None:
-                searched.add(call.id)
+                with_others.add(call.id)
             result = Message("tool", text or "", tool_call_id=call.id)
             found += [Message("assistant", tool_calls=[call]), result]
-            if text is None:
-                unfilled.append((result, call))
+            searched.append((result, call))
         else:
             found.append(_parse_item(item))
     return [message for message in found if message is not None]

@@ -30,6 +30,8 @@ _ERRORS = {
 }
 """Texts that the model sees for an error: Anthropic's codes."""
 _, NO_QUERY, TOO_MANY = _ERRORS
+UNNAMED = "ws_"
+"""Begins the id of a call in a history whose items have no ids."""
 NOT_RECORDED = "the results of this search are not in the record"
 _MARK = "agentic-proxy:"
 """Begins the `encrypted_content` of our own results, which is their text."""

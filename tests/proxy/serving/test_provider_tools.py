@@ -293,20 +293,68 @@ async def test_calls_of_both_kinds_in_one_answer_of_responses(
     assert_one_path((await proxy.record(session))[1], 3)
 
 
-async def test_two_searches_of_one_answer_of_responses_extend_the_path(
+SEALS, CRABS = CALL.replace("otters", "seals"), CALL.replace("otters", "crabs")
+
+
+@pytest.mark.parametrize("left_out", [(), ("id",)])
+@pytest.mark.parametrize("backend", [BACKEND, {}])
+@pytest.mark.parametrize(
+    "answers",
+    [
+        (f"{CALL}\n{SEALS}",),
+        (f"Let me look.\n{CALL}\n{SEALS}\n{CRABS}",),
+        (CALL, SEALS),
+        (CALL, f"{SEALS}\n{CRABS}"),
+        (f"{CALL}\n{SEALS}", CRABS, f"{CALL}\n{SEALS}"),
+        (f"{CALL}\n{CALL}", f"{CALL}\n{CALL}"),
+    ],
+)
+async def test_searches_without_other_calls_of_responses_extend_the_path(
     start_proxy: StartProxy,
+    answers: tuple[str, ...],
+    backend: dict[str, str],
+    left_out: tuple[str, ...],
 ) -> None:
-    proxy = await start_proxy(tools=BACKEND)
-    proxy.answers(script(CALL + "\n" + CALL.replace("otters", "seals")))
+    """The items are the same for searches of one answer and of several."""
+    proxy = await start_proxy(tools=backend)
+
+    def answer(prompt: str) -> str:
+        if "Go on." in prompt:
+            return "Bye."
+        done = prompt.rpartition("Look for otters.")[2].count("<|im_start|>assistant") - 1
+        return answers[done] if done < len(answers) else "Found them."
+
+    proxy.answers(answer)
     session = await proxy.session()
-    answer = await ask(proxy, session, "responses", responses_body())
-    kinds = [item["type"] for item in answer["output"]]
-    assert kinds == ["web_search_call", "web_search_call", "message"]
-    more = responses_body(*answer["output"], {"role": "user", "content": "Go on."})
-    assert (await ask(proxy, session, "responses", more))["output"][0]["content"][0][
-        "text"
-    ] == "Bye."
-    assert_one_path((await proxy.record(session))[1], 3)
+    said = await ask(proxy, session, "responses", responses_body(stream=not backend))
+    kinds = [item["type"] for item in said["output"] if item["type"] != "message"]
+    assert kinds == ["web_search_call"] * "".join(answers).count("<tool_call>")
+    back = [{k: v for k, v in item.items() if k not in left_out} for item in said["output"]]
+    for n in range(2):
+        back += [{"role": "user", "content": "Go on."}]
+        said = await ask(proxy, session, "responses", responses_body(*back))
+        back += [{k: v for k, v in each.items() if k not in left_out} for each in said["output"]]
+        assert_one_path((await proxy.record(session))[1], len(answers) + 2 + n)
+
+
+async def test_searches_of_one_answer_are_known_after_a_restart(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    async with ScriptedEngine(lambda _: []) as engine:
+        async with starting_proxies(checkpoint, rendering, tmp_path) as start:
+            proxy = await start(engine=engine, tools=BACKEND)
+            proxy.answers(script(f"{CALL}\n{SEALS}"))
+            session = await proxy.session()
+            said = await ask(proxy, session, "responses", responses_body())
+        back = [{k: v for k, v in each.items() if k != "id"} for each in said["output"]]
+        async with starting_proxies(checkpoint, rendering, tmp_path) as start:
+            again = await start(engine=engine, tools=BACKEND)
+            again.answers(script())
+            session = replace(session, base_url=session.base_url.replace(proxy.url, again.url))
+            more = responses_body(*back, {"role": "user", "content": "Go on."})
+            await ask(again, session, "responses", more)
+            assert_one_path((await again.record(session))[1], 3)
+    assert len(asked_for) == 2
 
 
 async def test_retry_gets_the_recorded_answers(start_proxy: StartProxy) -> None:
