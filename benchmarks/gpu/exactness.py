@@ -1,10 +1,10 @@
 """python -m benchmarks.gpu.exactness: the trainer's scores and gradients beside float64.
 
 For every class of docs/models.md, a small random model computes branching paths of up to 250 tokens
-packed and as a tree on the device, in float32 and in bfloat16. The reference is the model's own
-eager code over each path alone, in float64 on the CPU; experts are computed there one by one
-(`experts_implementation="eager"`), because the grouped product knows no float64. transformers
-itself computes some things in float32 (linear layers, routers, norms).
+packed and as a tree on the device, in float32 and in bfloat16, on a GPU with compiled layers. The
+reference is the model's own eager code over each path alone, in float64 on the CPU; experts are
+computed there one by one (`experts_implementation="eager"`), because the grouped product knows no
+float64. transformers itself computes some things in float32 (linear layers, routers, norms).
 
 Classes are computed in processes of their own, each of which ends at an error, so that one that
 leaves a GPU unusable costs one row. Rows are kept in `--rows`; done ones are not computed again.
@@ -40,6 +40,7 @@ from tests.trainer.policy.architectures import ARCHITECTURES
 from trainer.batch import Batch, build_batch
 from trainer.packing import pack
 from trainer.policy.architecture import without_noise
+from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.model import DTYPES
 from trainer.policy.proof import random_copy
 from trainer.policy.scorer import CausalScorer, use_packed_rows
@@ -147,18 +148,28 @@ def _compute(classes: Sequence[str], device: str) -> int:
     """The worker: a line of JSON on standard output for each class and type."""
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    batch = build_batch(make_groups(PATHS, VOCABULARY))
     for title in classes:
-        torch.manual_seed(0)
-        model = random_copy(shrunk(without_noise(CLASSES[title].settings())))[0]
-        weights = torch.randn(batch.num_tokens)
-        exact = reference(model, batch, weights)
+        model, batch, weights, exact = paths_and_reference(title)
         use_packed_rows(model)
         model = model.to(device)
         for dtype in DTYPES:
+            if dtype == "bfloat16" and device == "cuda":  # as a run does
+                compile_layers(model.get_decoder().layers)
             row = compare(model, batch, weights, exact, DTYPES[dtype], device)
             print(json.dumps({"class": title, "type": dtype, **row}), flush=True)
     return 0
+
+
+def paths_and_reference(
+    title: str,
+) -> tuple[Any, Batch, Tensor, tuple[Tensor, dict[str, Tensor]]]:
+    """A small random model of the class, the paths with the weights of their losses, and its
+    `reference`."""
+    torch.manual_seed(0)
+    model = random_copy(shrunk(without_noise(CLASSES[title].settings())))[0]
+    batch = build_batch(make_groups(PATHS, VOCABULARY))
+    weights = torch.randn(batch.num_tokens)
+    return model, batch, weights, reference(model, batch, weights)
 
 
 def reference(model: Any, batch: Batch, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -70,7 +70,8 @@ def card() -> Iterator[Card]:
 def trained(
     checkpoint: Path, device: str, optimizer: dict[str, Any], model: dict[str, Any]
 ) -> Policy:
-    config = ModelConfig.model_validate({"path": checkpoint, "max_micro_batch_tokens": 96, **model})
+    given = {"path": checkpoint, "max_micro_batch_tokens": 96, "compile_layers": False}
+    config = ModelConfig.model_validate({**given, **model})
     return Policy(config, OptimizerConfig(lr=1e-2, **optimizer), device=device)
 
 
@@ -245,6 +246,7 @@ def test_plan_holds_on_a_card_and_its_cache_can_be_given_back(
             "max_micro_batch_tokens": TOKENS,
             "compute_dtype": dtype,
             "gradient_checkpointing": checkpointing,
+            "compile_layers": False,
         }
     )
     plan = rank_memory(settings, config, optimizer)

@@ -19,6 +19,7 @@ from trainer.batch import Batch, BatchPart
 from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch
+from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.context_parallel import of_whole
 from trainer.policy.model import DTYPES, ModelConfig, blocks, load_model
 from trainer.policy.parallel import Ranks
@@ -81,6 +82,8 @@ class Critic:
             self.module = self.module.to(self.device)
         model.get_output_embeddings().requires_grad_(model.config.tie_word_embeddings)
         self.ranks.shard(self.module, blocks(model), self.module.compute_dtype)
+        if config.compiles and self.device.type == "cuda":
+            compile_layers(blocks(model))
         self.stepper = Stepper(self.module, optimizer, total_steps)
 
     def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:

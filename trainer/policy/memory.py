@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,10 @@ from transformers.initialization import no_init_weights
 from proxy.settings.extra import extra
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
+from trainer.policy.compiled_layers import KeptByGraphs
 from trainer.policy.context_parallel import ContextRanks
 from trainer.policy.delta_layers import has_delta_layers, has_fla
-from trainer.policy.model import DTYPES, ModelConfig
+from trainer.policy.model import DTYPES, ModelConfig, recompute
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
 from trainer.policy.token_logprobs import chunk_rows
@@ -38,6 +40,8 @@ GIB = 2**30
 SAMPLED_TOKENS = 2048
 """Tokens of a rank with which a pass is executed; what longer ones keep follows from those and
 twice as many. A multiple of the stretches of `delta_rule`."""
+KEPT_TOKENS = 512
+"""Tokens with which `kept_per_token` executes a pass."""
 MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Bytes of optimizer state per trained weight."""
 LOGIT_COPIES = 3
@@ -135,6 +139,21 @@ def _largest(whole: nn.Module, adapters: Sequence[int]) -> int:
     return max(adapters or (weight.numel() for weight in whole.parameters()))
 
 
+def kept_per_token(settings: Any, model: ModelConfig) -> float:
+    """Bytes that autograd keeps of a token and layer, in the mean of the layers."""
+    text = settings.get_text_config()
+    period = _period(layer_kinds(text))
+    sizes = [
+        _saved(with_depth(text, depth), model, _one_path(tokens, ContextRanks())).size
+        for tokens in (KEPT_TOKENS, 2 * KEPT_TOKENS)
+        for depth in (period, min(2 * period, text.num_hidden_layers))
+    ]
+    more = min(2 * period, text.num_hidden_layers) - period
+    if not more:  # no two repetitions: with what embeddings and output layer keep
+        return (sizes[2] - sizes[0]) / period / KEPT_TOKENS
+    return (sizes[3] - sizes[2] - sizes[1] + sizes[0]) / more / KEPT_TOKENS
+
+
 def count_weights(settings: Any) -> int:
     """The number of weights of the text model of these settings."""
     return _weights(_without_memory(settings.get_text_config()))
@@ -207,7 +226,13 @@ def _pass(
     else:
         once, twice = (_saved(with_depth(settings, n * period), model, micro).size for n in (1, 2))
         kept = once + (depth / period - 1) * (twice - once)
-    keeps = {"gradient_checkpointing": False, "activation_offload": False}
+    # the backward pass of a compiled layer may compute again what it did not keep
+    keeps = {
+        "gradient_checkpointing": False,
+        "recomputed_layers": None,
+        "activation_offload": False,
+        "compile_layers": False,
+    }
     whole = model.model_copy(update=keeps)
     largest = _saved(with_depth(settings, min(period, depth)), whole, micro)
     # The backward pass of a layer holds the gradients of what the layer keeps; with gradient
@@ -243,12 +268,14 @@ def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> _Saved:
     if _has_experts(settings):  # torch knows the shapes of grouped products in bfloat16 only
         scale, dtype, stored = dtype.itemsize // 2, torch.bfloat16, torch.bfloat16
     kept: dict[int, Tensor] = {}
+    graphs: KeptByGraphs | None = None
     kernel: Any = None
     bounds: list[int] = []
     """How many tensors were kept before and after each layer."""
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        for each in [tensor] if graphs is None else graphs.sources(tensor):
+            kept.setdefault(each.untyped_storage()._cdata, each)
         return tensor
 
     def mark(*_: object) -> None:
@@ -261,22 +288,25 @@ def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> _Saved:
             kernel = extra("trainer.extras.hybrids.delta_memory:KernelShapes")()
             extra("trainer.extras.hybrids.delta_rule:fork_states")(network, kernel)
         if model.checkpoints:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in network.get_decoder().layers:
+            recompute(network, model)
+        layers = network.get_decoder().layers
+        for layer in layers:
             layer.register_forward_pre_hook(mark)
             layer.register_forward_hook(mark)
         scorer = CausalScorer(network.train(), dtype, offload=model.activation_offload)
         own = {parameter.untyped_storage()._cdata for parameter in scorer.parameters()}
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
+        if model.compiles:
+            graphs = KeptByGraphs(layers)
+        with graphs or nullcontext(), saved_tensors_hooks(keep, lambda tensor: tensor):
             scorer(micro, ids, 1.0)
         sizes = [
             0 if key in own else scale * tensor.untyped_storage().nbytes()
             for key, tensor in kept.items()
         ]
-    layers = [
+    of_layers = [
         sum(sizes[before:after]) for before, after in zip(bounds[::2], bounds[1::2], strict=True)
     ]
-    return _Saved(sum(sizes), max(layers), scale * (0 if kernel is None else kernel.extra))
+    return _Saved(sum(sizes), max(of_layers), scale * (0 if kernel is None else kernel.extra))
 
 
 def _has_experts(settings: Any) -> bool:

@@ -84,8 +84,13 @@ class ModelConfig(BaseModel):
     """Compute each common prefix of a group's sequences once (tree attention)."""
     gradient_checkpointing: bool | None = None
     """Keep only the input of each layer for the backward pass, and recompute the rest, which saves
-    memory. None: if a rank does not fit on its GPU without it, by the plan that a run on one
-    machine prints."""
+    memory. None: in as many layers as must so that a rank fits on its GPU, by the plan that a run
+    on one machine prints."""
+    recomputed_layers: int | None = Field(None, ge=1)
+    """With `gradient_checkpointing`: number of layers that are recomputed. None: all."""
+    compile_layers: bool = True
+    """Compile the layers and the output layer, on a GPU in bfloat16: faster, and less is kept for
+    the backward pass. float32 is always computed by the model's own code."""
     activation_offload: bool = False
     """Keep the inputs of layers in the machine's memory between forward and backward pass. Turns
     `gradient_checkpointing` on."""
@@ -109,6 +114,12 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 "weights_dtype=bfloat16 needs compute_dtype=bfloat16; leave compute_dtype out"
             )
+        if self.recomputed_layers is not None and not self.gradient_checkpointing:
+            raise ValueError("recomputed_layers needs gradient_checkpointing=true")
+        if self.activation_offload and self.recomputed_layers is not None:
+            raise ValueError(
+                "activation_offload keeps only inputs of layers; leave recomputed_layers out"
+            )
         if self.activation_offload and self.gradient_checkpointing is False:
             raise ValueError(
                 "activation_offload moves what gradient_checkpointing keeps; leave that key out, or"
@@ -125,6 +136,11 @@ class ModelConfig(BaseModel):
     def checkpoints(self) -> bool:
         """Whether only the inputs of layers are kept for the backward pass."""
         return bool(self.gradient_checkpointing) or self.activation_offload
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled on a GPU."""
+        return self.compile_layers and self.compute_dtype == "bfloat16"
 
     @property
     def policy(self) -> str:
@@ -182,11 +198,19 @@ def load_model(
     if replays:
         extra("trainer.extras.experts.router_replay:replay_routing")(model)
     if config.checkpoints and trainable:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(model, config)
     if lora is not None:
         model = _add_lora(lora, model) if adapters is None else adapters.complete(model)
         check_adapter(model, merged=lora.update == "merged")
     return model.requires_grad_(False) if not trainable else model
+
+
+def recompute(model: Any, config: ModelConfig) -> None:
+    """Turns gradient checkpointing on, in the first `recomputed_layers`, or in all."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.recomputed_layers is not None:
+        for layer in model.get_decoder().layers[config.recomputed_layers :]:
+            layer.gradient_checkpointing = False
 
 
 def blocks(model: Any) -> list[nn.Module]:

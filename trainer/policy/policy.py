@@ -25,6 +25,7 @@ from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch, divide, lay_out
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
+from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
 from trainer.policy.flops import multiplied_weights
 from trainer.policy.model import (
@@ -85,6 +86,8 @@ class Policy:
         dtype = DTYPES[config.compute_dtype]
         self.scorer = CausalScorer(self.model, dtype, balance=balance, offload=offload)
         self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype)
+        if config.compiles and self.device.type == "cuda":
+            compile_layers(blocks(self.model))
         self._stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
 
     @property

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from proxy.settings.extra import extra
 from trainer.packing import MicroBatch
 from trainer.policy.attention import packed_attention
+from trainer.policy.compiled_layers import outside_graphs
 from trainer.policy.context_parallel import of_part, of_whole
 from trainer.policy.delta_layers import has_delta_layers
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
@@ -34,7 +35,7 @@ ATTENTION = "packed_paths"
 
 def use_packed_rows(model: Any) -> None:
     """Makes the layers of a Hugging Face model compute packed rows and trees."""
-    AttentionInterface.register(ATTENTION, packed_attention)
+    AttentionInterface.register(ATTENTION, outside_graphs(packed_attention))
     model.set_attn_implementation(ATTENTION)
     if has_delta_layers(model):
         extra("trainer.extras.hybrids.delta_rule:fork_states")(model)

@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from transformers.activations import ACT2FN
 
 from trainer.packing import Layout
+from trainer.policy.compiled_layers import outside_graphs
 from trainer.policy.context_parallel import join_heads, own_heads, split_heads
 from trainer.policy.delta_layers import CONVOLUTION, RULE, delta_layers, has_fla
 
@@ -52,7 +53,10 @@ def fork_states(model: nn.Module, many: Rule | None = None) -> None:
         forward = inspect.unwrap(type(module).forward)
         own = forward.__globals__
         rule = functools.partial(tree_delta_rule, inspect.unwrap(own[RULE]), many=many)
-        functions = own | {CONVOLUTION: tree_convolution, RULE: rule}
+        functions = own | {
+            CONVOLUTION: outside_graphs(tree_convolution),
+            RULE: outside_graphs(rule),
+        }
         copied = FunctionType(
             forward.__code__, functions, None, forward.__defaults__, forward.__closure__
         )

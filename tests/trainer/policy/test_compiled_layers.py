@@ -1,0 +1,183 @@
+"""Compiled layers compute and keep what they should, whatever kernels a GPU then runs.
+
+torch divides and differentiates graphs on a CPU as on a GPU; `aot_eager_decomp_partition` runs them
+by torch's own operations, and inductor by kernels that it writes for the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
+from trainer.policy.architecture import without_noise
+from trainer.policy.compiled_layers import KeptByGraphs, compile_layers
+from trainer.policy.context_parallel import ContextRanks
+from trainer.policy.memory import _one_path, kept_per_token
+from trainer.policy.model import ModelConfig, recompute
+from trainer.policy.proof import randomize
+from trainer.policy.scorer import CausalScorer, use_packed_rows
+from trainer.policy.shrink import VOCABULARY, shrunk
+
+TORCH = "aot_eager_decomp_partition"
+LENGTHS = (70, 33, 130)
+TRAINED = [each for each in ARCHITECTURES if not each.refused]
+FAST = ("Gemma 2",)
+"""A soft cap, two kinds of layers, norms before and after each part."""
+WIDE = Qwen3Config(
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+)
+"""Qwen3-1.7B."""
+
+every_architecture = pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(each, marks=() if each.title in FAST else pytest.mark.long, id=each.title)
+        for each in TRAINED
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def small_model(architecture: Architecture) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shrunk(without_noise(architecture.settings())))
+    randomize(model)
+    use_packed_rows(model)
+    return model.train()
+
+
+def computed(model: Any, dtype: torch.dtype, tokens: int) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Log-probabilities, gradients, and the bytes that were kept besides weights."""
+    model.zero_grad()
+    micro = _one_path(tokens, ContextRanks())
+    micro = replace(micro, ids=torch.arange(tokens) * 5 % VOCABULARY)
+    ids = torch.arange(tokens) * 7 % VOCABULARY
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs = CausalScorer(model, dtype).train()(micro, ids, 1.0).logprobs
+    own = {each.untyped_storage()._cdata for each in model.parameters()}
+    size = sum(each.untyped_storage().nbytes() for key, each in kept.items() if key not in own)
+    (logprobs * torch.linspace(-1, 1, tokens)).sum().backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return logprobs.detach(), found, size
+
+
+def check(found: Any, expected: Any, tolerance: float) -> None:
+    torch.testing.assert_close(found[0], expected[0], atol=tolerance, rtol=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        scale = max(float(gradient.abs().max()), 1e-3)
+        assert float((found[1][name] - gradient).abs().max()) / scale < tolerance, name
+
+
+@every_architecture
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_are_the_eager_ones_and_keep_less(architecture: Architecture) -> None:
+    model = small_model(architecture)
+    dtypes = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+    expected = {dtype: computed(model, dtype, LENGTHS[0]) for dtype in dtypes}
+    layers = model.get_decoder().layers
+    compile_layers(layers, TORCH)
+    for dtype, tolerance in dtypes.items():
+        found = computed(model, dtype, LENGTHS[0])
+        check(found, expected[dtype], tolerance)
+        assert found[2] < expected[dtype][2]
+        graphs = counters["stats"]["unique_graphs"]
+        for tokens in LENGTHS[1:]:
+            computed(model, dtype, tokens)
+        assert counters["stats"]["unique_graphs"] == graphs, "compiled again for another length"
+    outside = [reason for reason in counters["graph_break"] if "compiler.disable" in reason]
+    assert list(counters["graph_break"]) == outside
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("title", ["Qwen 3", "Gemma 2"])
+def test_kernels_of_inductor_are_as_near_to_float64_as_eager_ones(title: str) -> None:
+    from benchmarks.gpu.exactness import compare, paths_and_reference
+
+    model, batch, weights, exact = paths_and_reference(title)
+    use_packed_rows(model)
+    eager = compare(model, batch, weights, exact, torch.bfloat16, "cpu")
+    compile_layers(model.get_decoder().layers)
+    compiled = compare(model, batch, weights, exact, torch.bfloat16, "cpu")
+    for figure in ("mean Δ log p", "gradient"):
+        assert compiled[figure] < 1.5 * eager[figure]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plan_counts_what_compiled_layers_keep() -> None:
+    """The plan executes the eager code, because compiling takes seconds."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 64, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=4, **sizes, **heads))
+    use_packed_rows(model)
+    compile_layers(model.model.layers, TORCH)
+    settings = Qwen3Config(num_hidden_layers=2, **sizes, **heads)
+    shallow = AutoModelForCausalLM.from_config(settings)
+    use_packed_rows(shallow)
+    compile_layers(shallow.model.layers, TORCH)
+    tokens = 256
+    deep, less = (computed(each, torch.bfloat16, tokens)[2] for each in (model, shallow))
+    planned = kept_per_token(settings, ModelConfig(path=Path("unused"), compute_dtype="bfloat16"))
+    assert (deep - less) / 2 / tokens == pytest.approx(planned, rel=0.02)
+
+
+def test_layer_of_width_2048_keeps_less_than_60_kb_of_a_token() -> None:
+    config = ModelConfig(path=Path("unused"), compute_dtype="bfloat16")
+    assert kept_per_token(WIDE, config) < 60 * 1024
+    eager = config.model_copy(update={"compile_layers": False})
+    assert kept_per_token(WIDE, eager) > 2 * 60 * 1024
+
+
+def test_gradient_checkpointing_is_on_in_the_first_layers_only() -> None:
+    model = AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=64,
+        )
+    )
+    config = {"path": "unused", "gradient_checkpointing": True}
+    for count, expected in ((None, 4), (1, 1), (3, 3)):
+        recompute(model, ModelConfig.model_validate(config | {"recomputed_layers": count}))
+        on = [layer.gradient_checkpointing for layer in model.model.layers]
+        assert on == [True] * expected + [False] * (4 - expected)
+
+
+def test_function_outside_of_graphs_ends_what_is_computed_again() -> None:
+    layer = torch.nn.Linear(8, 8)
+    with KeptByGraphs([layer]) as graphs:
+        out = layer(torch.ones(2, 8))
+        assert graphs.sources(out)[0] is out
