@@ -40,8 +40,8 @@ class OneOfAgents(RemoteAgentConfig):
     weight: float = Field(1.0, gt=0)
     """How often the agent gets a task, relative to the others."""
     data: DataConfig | None = None
-    """Tasks for this agent alone, with the keys of the section `data`. None: it shares `data` with
-    the other agents without tasks of their own."""
+    """Tasks for this agent alone. None: it shares the section `data` with the other agents without
+    tasks of their own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from agent_loop.task_sources.protocol import (
 from agent_loop.task_sources.registry import AnyTaskSource
 from proxy.errors import ConfigurationError
 from proxy.settings.extra import Extra
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 
 MAX_HELD_OUT = 100_000
 """Maximum number of held-out tasks of a source, which all are evaluated: a source with more is
@@ -42,15 +42,14 @@ probably endless."""
 class DataConfig(Section):
     """The `data` section of a run. Example: DataConfig(train_files=("tasks/train.jsonl",))"""
 
-    train_files: tuple[Path, ...] = ()
+    train_files: Common[tuple[Path, ...]] = ()
     """Files of tasks to train on: JSONL, one object per line, or Parquet, one task per row."""
-    val_files: tuple[Path, ...] = ()
+    val_files: Common[tuple[Path, ...]] = ()
     """Files of held-out tasks, for evaluation only."""
-    train_sources: Mapping[str, AnyTaskSource] = Field(default_factory=dict)
+    train_sources: Common[Mapping[str, AnyTaskSource]] = Field(default_factory=dict)
     """Other sources of tasks to train on, by their names: `train_sources.NAME.function`, …"""
     val_sources: Mapping[str, AnyTaskSource] = Field(default_factory=dict)
-    """Other sources of held-out tasks, by their names, with the keys of `train_sources`; an endless
-    one needs a `limit`."""
+    """Other sources of held-out tasks, by their names; an endless one needs a `limit`."""
     harbor: Annotated[
         TaskFolders | None, Extra("agent_loop.extras.harbor.task_folders:HarborDataConfig")
     ] = None
@@ -60,7 +59,7 @@ class DataConfig(Section):
     source) are drawn, relative to the others; default 1."""
     shuffle: bool = True
     """Shuffle the tasks of a source in each epoch; false: keep the order of the file."""
-    seed: int = 0
+    seed: Common[int] = 0
     """Seed of the order of tasks."""
     agent_field: str = "agent"
     """With several `agents`: the field of a task that names its agent, if the task has it."""

@@ -40,7 +40,7 @@ from proxy.machine.secrecy import read_secret, shown_value, with_password, with_
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.hub import hub_name, model_folder
 from proxy.settings.profiles import AgentProfile
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 from proxy.settings.yaml_file import read_yaml, yaml_fault
 
 ENVIRONMENT_PREFIX = "AGENTIC_PROXY_"
@@ -89,21 +89,21 @@ class RenderingConfig(Section):
 class SessionsConfig(Section):
     """Sessions and their limits, which a session's creator can lower."""
 
-    auto_create: bool = False
+    auto_create: Common[bool] = False
     """Whether a call to `/{any-id}/v1` creates its session and needs no key. Only on loopback."""
-    ttl_s: float = Field(default=24 * 3600.0, gt=0)
+    ttl_s: Common[float] = Field(default=24 * 3600.0, gt=0)
     """Seconds from a session's creation to its expiry, unless its creator sets another value."""
     cached: int = Field(default=1000, ge=1)
     """Number of sessions whose token trees stay in memory; others are read from the store."""
     routed_experts: bool = False
     """Whether the experts that the router of a mixture-of-experts model chose are recorded with
     each turn, unless the session's `sampling.routed_experts` says otherwise (docs/models.md)."""
-    alternatives: int = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
+    alternatives: Common[int] = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
     """Number of the most probable tokens that are recorded at each sampled position, unless the
     session's `sampling.alternatives` says otherwise (docs/view.md)."""
-    max_turns: int = Field(default=10_000, ge=1)
+    max_turns: Common[int] = Field(default=10_000, ge=1)
     """Number of calls per session; further calls get 403."""
-    max_tokens: int = Field(default=50_000_000, ge=1)
+    max_tokens: Common[int] = Field(default=50_000_000, ge=1)
     """Number of sampled tokens per session; calls after that get 403."""
     max_concurrent_calls: int = Field(default=256, ge=1)
     """Number of calls that a session may have in flight; further calls get 429."""
@@ -129,13 +129,13 @@ class ToolsConfig(Section):
 class LimitsConfig(Section):
     """Limits of the process."""
 
-    body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    body_bytes: Common[int] = Field(default=16 * 2**20, ge=1024)
     """Maximum size of a request body after decompression; a larger one gets 413. The default is
     three times a prompt of a million tokens; parsing a body of this size delays other calls by up
     to a quarter of a second."""
     unread_s: float = Field(default=120.0, gt=0)
     """Seconds after which the connection of a client that does not read its answer is closed."""
-    in_flight_calls: int = Field(default=4096, ge=1)
+    in_flight_calls: Common[int] = Field(default=4096, ge=1)
     """Number of calls in flight in the process; further calls get 429 with Retry-After. It is lower
     where the process may open fewer than two files for each (`ulimit -n`)."""
     in_flight_body_bytes: int = Field(default=2 * 2**30, ge=1024)
@@ -144,16 +144,16 @@ class LimitsConfig(Section):
     flight."""
     keep_alive_s: float = Field(default=5.0, gt=0)
     """Seconds without a token after which a stream gets a comment, so that no client gives up."""
-    engine_patience_s: float = Field(default=120.0, ge=0)
+    engine_patience_s: Common[float] = Field(default=120.0, ge=0)
     """Seconds that an answer may stand still after its engine failed, while the proxy waits for an
     engine that continues it; then the call is cut with a 503. With 0 only engines that are healthy
     at that moment are asked. Time in which engines are paused does not count."""
-    call_timeout_s: float = Field(default=3600.0, gt=0)
+    call_timeout_s: Common[float] = Field(default=3600.0, gt=0)
     """Seconds after which a call that has not ended is cut."""
     unready_s: float = Field(default=0.0, ge=0)
     """Seconds after SIGTERM in which the proxy returns 503 at `/ready` and still accepts calls, so
     that a load balancer can redirect them before the port closes."""
-    shutdown_s: float = Field(default=10.0, ge=0)
+    shutdown_s: Common[float] = Field(default=10.0, ge=0)
     """Seconds that calls in flight get to finish when the process stops."""
 
 
@@ -171,9 +171,9 @@ class RetentionConfig(Section):
 class ListenConfig(Section):
     """Where the proxy listens, by which names it is called, and the key of its control plane."""
 
-    host: str = "127.0.0.1"
+    host: Common[str] = "127.0.0.1"
     """The address to listen on."""
-    port: int = Field(default=8000, ge=0, le=65535)
+    port: Common[int] = Field(default=8000, ge=0, le=65535)
     """The port to listen on; 0 for any free one."""
     listen_fd: int | None = Field(default=None, ge=0)
     """A socket that this process inherits and that is bound to `host` and `port`, so that a process
@@ -189,7 +189,7 @@ class ListenConfig(Section):
     admin_key: SecretStr | None = Field(default=None, min_length=1)
     """The key of the control plane. Default: the key in `admin_key_file`. If host is not a loopback
     address, one of the two must be set."""
-    admin_key_file: Path | None = None
+    admin_key_file: Common[Path | None] = None
     """The file of the admin key. If it does not exist, the proxy creates it with mode 0600. Each
     line is a valid key, and a changed file is read again, so keys are replaced without a restart.
     Default: `FILE.admin-key` next to a SQLite store; for other stores `agentic-proxy/admin-key` in
@@ -221,7 +221,7 @@ class ProxyConfig(BaseSettings, ListenConfig):
     unknown_fields: Literal["warn", "refuse"] = "warn"
     """What becomes of a request with a field that no known API has (docs/fields.md): `warn` records
     an event of the session and counts the name in the metrics; `refuse` answers 400."""
-    model: Path | None = None
+    model: Common[Path | None] = None
     """The checkpoint's folder, with `tokenizer.json`, `config.json` and the chat template; or
     `hf://owner/name` on the Hugging Face hub, also with `@revision`, which is downloaded."""
     served_model_name: str | None = None
@@ -229,7 +229,7 @@ class ProxyConfig(BaseSettings, ListenConfig):
     use any name."""
     engines: list[EngineConfig] = Field(default_factory=list)
     """The engines that sample. Without one, and without a relay, a vLLM is started."""
-    store: str = "sqlite:///agentic-proxy.db"
+    store: Common[str] = "sqlite:///agentic-proxy.db"
     """`sqlite:///FILE` (four slashes before an absolute path), `postgresql://…`, or a URL whose
     scheme is the import path of your own store's opener, `package.module:name://…`."""
     store_password_file: Path | None = None

@@ -2,7 +2,8 @@
 
 Prints files and lines of the core and of the extras, the modules at the top of each package, our
 modules that `import trainer.start` and `import proxy.app` load, circles of files, the keys of the
-configuration, and the targets of `make help`. `tests.docs_words` and `tests.walk` count the rest.
+configuration, how many of them stand in no example (`tests.unset_keys` names them), and the targets
+of `make help`. `tests.docs_words` and `tests.walk` count the rest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 from tests.test_rooms import PACKAGES, ROOT, circles, file_imports, is_extra, modules
+from tests.unset_keys import unset_keys
 
 _LOADED = """
 import sys
@@ -50,6 +52,7 @@ def main() -> None:
         print(f"import {module}: {loaded(module)}")
     keys = re.findall(r"^- `", (ROOT / "docs/configuration.md").read_text("utf-8"), re.M)
     print(f"keys in docs/configuration.md: {len(keys)}")
+    print(f"of them in no example, benchmark, manifest or page: {len(unset_keys())}")
     shown = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT)
     print(f"targets of make help: {len(shown.stdout.splitlines())}")
 

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 
 from proxy.engines.vllm_platform import EnginePlatform, version
 from proxy.engines.vllm_server import VllmConfig
+from proxy.settings.section import Common
 from trainer.errors import ConfigError
 from trainer.policy.model import ModelConfig, load_settings
 from trainer.policy.rounding import EXACT, Limits, rounding_limits
@@ -61,9 +62,9 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
 class EnginesConfig(VllmConfig):
     """Example: EnginesConfig(replicas=2, max_context_tokens=32768)"""
 
-    urls: tuple[str, ...] = ()
+    urls: Common[tuple[str, ...]] = ()
     """URLs of running vLLM servers in development mode; empty: start `replicas` servers."""
-    replicas: int = Field(1, ge=0)
+    replicas: Common[int] = Field(1, ge=0)
     """Number of servers to start, each with the whole model; 0 only with relay workers."""
     nice: int = Field(10, ge=0, le=19)
     """On a CPU: how far the servers give way to the machine's other processes (nice value), so that

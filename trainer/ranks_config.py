@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from agent_loop.producers.rollout_config import RolloutConfig
 from proxy.engines.vllm_server import VllmConfig
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 from trainer.algorithms import AlgorithmConfig
 from trainer.engine import EnginesConfig
 from trainer.optimizer import OptimizerConfig
@@ -33,11 +33,11 @@ class PolicySection(Section):
 class TrainerSection(Section):
     """Section `trainer`. Example: TrainerSection(steps=200, save_every=10)"""
 
-    run_dir: Path = Path("runs/default")
+    run_dir: Common[Path] = Path("runs/default")
     """Folder for everything that the run writes."""
-    mode: Literal["colocated", "separate"] = "colocated"
+    mode: Common[Literal["colocated", "separate"]] = "colocated"
     """`colocated`: sample and train in turn. `separate`: sample and train at the same time."""
-    steps: int = Field(100, ge=1)
+    steps: Common[int] = Field(100, ge=1)
     """Number of training steps, each with at most one update of the engines' weights."""
     seed: int = 0
     """Seed of all random choices except the order of tasks."""
@@ -45,7 +45,7 @@ class TrainerSection(Section):
     """Seconds after which the run ends, at the end of a step; None: no limit."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, or `auto`: the first GPU if there is one, else the CPU."""
-    ranks: int = Field(1, ge=1)
+    ranks: Common[int] = Field(1, ge=1)
     """Number of processes that train together: weights are sharded over them with FSDP2, and
     micro-batches are divided among them. Each has its own GPU if there are GPUs. Under torchrun,
     this must be the number of processes that torchrun starts."""
@@ -65,7 +65,7 @@ class TrainerSection(Section):
     """Number of copies of weights, moments and gradients, each sharded over as many consecutive
     ranks (HSDP). With one copy per machine, only gradients travel between machines. It divides
     `ranks`."""
-    save_every: int = Field(10, ge=0)
+    save_every: Common[int] = Field(10, ge=0)
     """Number of steps between checkpoints; 0: no checkpoints by steps. A checkpoint is always
     written at the end, when the run is stopped, and after the best evaluation so far."""
     save_every_s: float = Field(600.0, ge=0)

@@ -20,12 +20,13 @@ from agent_loop.launchers.workspace import GIT
 from agent_loop.processes.host import PROCESS, ProcessConfig, ProcessHost
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
+from proxy.settings.section import Common
 
 
 class CommandConfig(ProgramConfig, LauncherConfig):
     """Example: CommandConfig(argv=("python", "agent.py", "--task", "{task_file}"))"""
 
-    argv: tuple[str, ...] = Field(min_length=1)
+    argv: Common[tuple[str, ...]] = Field(min_length=1)
     """The program and its arguments. Placeholders such as `{task_file}`, `{prompt}` and
     `{task.FIELD}` are replaced."""
 

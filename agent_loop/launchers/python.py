@@ -19,12 +19,13 @@ from agent_loop.outside_parts import FUNCTION_PATTERN, named_as
 from agent_loop.processes.functions import function_host, returned, source_file
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentResult, Trial
+from proxy.settings.section import Common
 
 
 class PythonConfig(ProgramConfig, LauncherConfig):
     """Example: PythonConfig(target="my_agents.shop:run")"""
 
-    target: Annotated[str, named_as("agent")] = Field(pattern=FUNCTION_PATTERN)
+    target: Common[Annotated[str, named_as("agent")]] = Field(pattern=FUNCTION_PATTERN)
     """`module:function`, `path/to/file.py:function`, or the name of an entry point; called with a
     `calls.AgentCall`."""
     key: str = "reward"

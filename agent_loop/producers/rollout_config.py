@@ -11,6 +11,7 @@ from agent_loop.producers.protocol import PRODUCER_MEMBERS, Producer, RunsTrials
 from agent_loop.records import Group
 from agent_loop.trial.config import SamplingConfig
 from proxy.errors import ConfigurationError
+from proxy.settings.section import Common
 
 if TYPE_CHECKING:
     from agent_loop.tasks import TaskStream
@@ -47,13 +48,13 @@ class OwnProducer(OwnFunction):
 class RolloutConfig(SamplingConfig):
     """Example: RolloutConfig(groups_per_step=8, group_size=4, max_staleness=2, over_sample=0.25)"""
 
-    groups_per_step: int = Field(8, ge=1)
+    groups_per_step: Common[int] = Field(8, ge=1)
     """Number of groups in the batch of a training step; each group is of one task."""
-    group_size: int = Field(8, ge=1)
+    group_size: Common[int] = Field(8, ge=1)
     """Number of trials per group; they share a baseline."""
-    concurrency: int = Field(32, ge=1)
+    concurrency: Common[int] = Field(32, ge=1)
     """Maximum number of trials that run at the same time."""
-    max_staleness: int = Field(1, ge=0)
+    max_staleness: Common[int] = Field(1, ge=0)
     """Mode `separate` only: maximum number of updates between the weights that sampled a token of a
     batch and the weights that are trained on it."""
     stale: Literal["drop", "mask"] = "drop"

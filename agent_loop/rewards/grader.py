@@ -21,12 +21,13 @@ from agent_loop.processes.host import Job
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.rewards.protocol import RewardConfig
 from proxy.records import Turn
+from proxy.settings.section import Common
 
 
 class GraderConfig(RewardConfig):
     """Example: GraderConfig(target="my_agents.shop:grade")"""
 
-    target: Annotated[str, named_as("reward")] = Field(pattern=FUNCTION_PATTERN)
+    target: Common[Annotated[str, named_as("reward")]] = Field(pattern=FUNCTION_PATTERN)
     """`module:function`, `path/to/file.py:function`, or the name of an entry point; called with a
     `launchers.calls.GradeCall`."""
     timeout_s: float = Field(120.0, gt=0)

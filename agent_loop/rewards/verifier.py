@@ -34,6 +34,7 @@ from agent_loop.records import AgentResult, FinishedTrial, Graded, Trial
 from agent_loop.reward_values import graded
 from agent_loop.rewards.protocol import RewardConfig
 from proxy.errors import ConfigurationError
+from proxy.settings.section import Common
 
 _CRASH = re.compile(
     r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):"
@@ -53,7 +54,7 @@ STDERR_TAIL_BYTES = 64 * 1024
 class VerifierConfig(RewardConfig):
     """Example: VerifierConfig(argv=("{python}", "{root}/verify.py"))"""
 
-    argv: tuple[str, ...] = Field(min_length=1)
+    argv: Common[tuple[str, ...]] = Field(min_length=1)
     """The program and its arguments, with placeholders as in the agent's command. It runs in the
     agent's working directory."""
     env: Mapping[str, str] = Field(default_factory=dict)

@@ -16,7 +16,7 @@ from pydantic import Field
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.salvage import SalvageConfig
 from proxy.records.alternatives import MAX_ALTERNATIVES
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 from proxy.wall import Wall
 
 
@@ -34,7 +34,7 @@ class TrialConfig(Section):
     """Other model names that the agent may request → policies: of `trainer.policies`, or of other
     runs on the same proxy (their `model.lora.policy`), whose tokens this run does not train. All
     other names are this run's `model.lora.policy`."""
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: Common[float] = Field(600.0, gt=0)
     """Seconds that an agent may run."""
     max_retries: int = Field(1, ge=0)
     """Number of times that a trial that failed through no fault of its agent is started over."""
@@ -89,7 +89,7 @@ class SamplingConfig(Section):
     """Must be 1: any other value would sample from another distribution than the trainer's."""
     top_k: int = Field(-1, ge=-1)
     """Must be -1 (all tokens), for the same reason."""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Common[int | None] = Field(None, ge=1)
     """Maximum number of tokens per answer; None: what the agent requests, within the context."""
     max_turns: int | None = Field(None, ge=1)
     """Maximum number of model calls per trial; None: the proxy's own limit."""
@@ -126,7 +126,7 @@ class SamplingConfig(Section):
 class RecordingConfig(Section):
     """Example: RecordingConfig(profile="claude-code", patience_s=10)"""
 
-    profile: str = "default"
+    profile: Common[str] = "default"
     """The proxy's profile of the agent: what is removed, matched and kept of its requests."""
     patience_s: float = Field(60.0, ge=0)
     """Seconds that a trial, at its start and its end, and an update of the engines wait for a proxy

@@ -33,7 +33,7 @@ from proxy.errors import ConfigurationError, EngineError
 from proxy.extra_registry import BINARY_ROUTE_SERVER
 from proxy.machine.port import http_url, loopback, usable_port
 from proxy.machine.secrecy import inherited, pipe_with
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 
 HEALTH_INTERVAL_S = 0.2
 """Time between health checks of a starting server, which does not report that it is ready."""
@@ -54,7 +54,7 @@ class VllmConfig(Section):
     Example: VllmConfig(max_context_tokens=4096, args=("--tensor-parallel-size", "2"))
     """
 
-    max_context_tokens: int | None = Field(None, ge=2)
+    max_context_tokens: Common[int | None] = Field(None, ge=2)
     """Maximum number of tokens of a call's prompt and answer together; None: the checkpoint's own
     limit."""
     max_sequences: int | None = Field(None, ge=1)
@@ -69,14 +69,14 @@ class VllmConfig(Section):
     """On a CPU: how far the server gives way to the machine's other processes (nice value). At 10,
     agents that are ready to run go first, so that more of their calls share each step of the
     engine, which costs nearly the same for many calls as for one."""
-    args: tuple[str, ...] = ()
+    args: Common[tuple[str, ...]] = ()
     """Additional arguments of vLLM's server, such as `["--tensor-parallel-size", "2"]`."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of vLLM's server, in addition to those of the process that starts
     it."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds that a server may take to load the model and answer."""
-    sleep: bool = False
+    sleep: Common[bool] = False
     """Mode `colocated` on GPUs only: engines free their GPU memory while the trainer needs it
     (vLLM's sleep mode)."""
     lora_rank: int | None = Field(None, ge=1, le=512)

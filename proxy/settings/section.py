@@ -6,7 +6,15 @@ value in use.
 
 from __future__ import annotations
 
+from typing import Annotated, Final, TypeVar
+
 from pydantic import BaseModel, ConfigDict
+
+COMMON: Final = "common"
+Value = TypeVar("Value")
+Common = Annotated[Value, COMMON]
+"""The type of a key that many people set: the reference begins a section with these, about five of
+them. Example: lr: Common[float] = Field(1e-6, gt=0)"""
 
 
 class Section(BaseModel):

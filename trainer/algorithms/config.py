@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from proxy.settings.section import Common
 from trainer.algorithms.advantages import ADVANTAGES, Advantage, Grpo
 from trainer.algorithms.aggregation import AGGREGATIONS, Aggregation, RolloutMean
 from trainer.algorithms.correction import Correction
@@ -31,15 +32,15 @@ class AlgorithmConfig(Part):
     `module:Class` names a part of your own (a subclass of the kind's protocol).
     """
 
-    preset: str | None = None
+    preset: Common[str | None] = None
     """Name of a paper's combination, which the other keys override; see `presets.py`."""
     reward: RewardShaping = RewardShaping()
     groups: Literal["all", "with_signal"] = "all"
     """Groups that are trained on; `with_signal` leaves out groups whose rewards are all equal, up
     to rounding, also those of single turns if the advantage uses these."""
-    advantage: Annotated[Advantage, ADVANTAGES] = Grpo()
+    advantage: Common[Annotated[Advantage, ADVANTAGES]] = Grpo()
     """How rewards become advantages."""
-    loss: Annotated[Loss, LOSSES] = Ppo()
+    loss: Common[Annotated[Loss, LOSSES]] = Ppo()
     """The policy's loss."""
     aggregation: Annotated[Aggregation, AGGREGATIONS] = RolloutMean()
     """How the losses of tokens become the loss of a step. The key `aggregation_tokens: N` next to
@@ -51,7 +52,7 @@ class AlgorithmConfig(Part):
     pass itself (only with one optimizer step per batch). `behaviour`: π_b, so that there is nothing
     to correct."""
     correction: Correction = Correction()
-    kl: Kl | None = None
+    kl: Common[Kl | None] = None
     """Divergence from a reference model; none: no reference is loaded."""
     distillation: Distillation | None = None
     """Distillation from a teacher; none: no teacher is loaded."""
@@ -61,7 +62,7 @@ class AlgorithmConfig(Part):
     """The critic; required by an advantage that uses values (`gae`), and refused with any other."""
     epochs: int = Field(1, ge=1)
     """Number of passes over a batch."""
-    mini_batches: int = Field(1, ge=1)
+    mini_batches: Common[int] = Field(1, ge=1)
     """Number of optimizer steps per pass, each on a part of the rollouts."""
 
     @model_validator(mode="before")

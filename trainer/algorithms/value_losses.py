@@ -30,7 +30,7 @@ class CriticConfig(Part):
     path: Path | None = None
     """Folder of the checkpoint whose backbone the critic starts from; none: the policy's."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    """The critic's own optimizer, with the keys of section `optimizer`."""
+    """The critic's own optimizer."""
     clip: float | None = Field(0.5, gt=0)
     """ε, how far a value may move from its value at the start of the update; none: no bound."""
     huber_delta: float | None = Field(None, gt=0)

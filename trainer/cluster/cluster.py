@@ -16,7 +16,7 @@ from pydantic import Field
 from proxy.client import ProxyClient
 from proxy.config import RetentionConfig
 from proxy.settings.extra import Extra, extra
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 from trainer.cluster.proxy_server import ProxyServerConfig
 from trainer.cluster.rank_zero import RankZero
 from trainer.ranks_config import RanksConfig
@@ -26,20 +26,20 @@ from trainer.run.folder import RunFolder
 class ClusterConfig(Section):
     """Section `cluster`. Example: ClusterConfig(backend="ray", strategy="PACK")"""
 
-    backend: Literal["local", "ray"] = "local"
+    backend: Common[Literal["local", "ray"]] = "local"
     """Where engines and ranks run: processes on this machine, or actors on a Ray cluster."""
-    address: str | None = None
+    address: Common[str | None] = None
     """Address of a running Ray cluster, as for `ray.init`; None: start one for this run, on this
     machine."""
     namespace: str = "agentic-rl"
     """Ray namespace of the named actors: `engine-0`, `rank-0`, `proxy`."""
-    strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    strategy: Common[Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]] = "STRICT_PACK"
     """Strategy of the placement group. `engine.weight_transfer: shm` needs `STRICT_PACK`, which
     places everything on one node."""
-    share_gpus: bool = False
+    share_gpus: Common[bool] = False
     """Engine i and rank i share a GPU, of which Ray reserves half for each; otherwise each has its
     own GPU. Needs `engine.gpu_memory_share`, because no plan divides the memory on Ray."""
-    engine_nodes: int = Field(1, ge=1)
+    engine_nodes: Common[int] = Field(1, ge=1)
     """Number of bundles over which the workers of each engine are divided, so that they can be on
     as many nodes; Ray places each bundle by `strategy`. It divides `--tensor-parallel-size` in
     `engine.args`. Not with `STRICT_PACK`, and only with `engine.weight_transfer: nccl` or `gloo`.

@@ -28,6 +28,7 @@ from proxy.machine.direct_hosts import with_direct_hosts
 from proxy.machine.port import bind_socket, family, http_url
 from proxy.machine.secrecy import LatePipe
 from proxy.settings.extra import Extra
+from proxy.settings.section import Common
 from trainer.errors import TrainerError
 
 POLL_S = 0.1  # seconds between two checks whether a starting proxy is ready
@@ -51,16 +52,16 @@ STOP_GRACE_S = 10.0
 class ProxyServerConfig(RecordingConfig):
     """Section `proxy_server`. Example: ProxyServerConfig(port=8000, renderer="template")"""
 
-    url: str | None = None
+    url: Common[str | None] = None
     """URL of a running proxy, whose admin key is in AGENTIC_PROXY_ADMIN_KEY, or in the file that
     AGENTIC_PROXY_ADMIN_KEY_FILE names; None: start a proxy. The engines of a running proxy must be
     listed in `engine.urls`, so that they receive the weights, or be relay workers that pull them
     (`engine.publish`); the run does not restart them."""
-    host: str = "127.0.0.1"
+    host: Common[str] = "127.0.0.1"
     """Address on which the proxy that the run starts listens."""
-    port: int = Field(0, ge=0, le=65535)
+    port: Common[int] = Field(0, ge=0, le=65535)
     """Port on which that proxy listens; 0: a free port."""
-    llm_proxy_ip: str | None = None
+    llm_proxy_ip: Common[str | None] = None
     """Address at which agents on other machines reach the proxy; None: `host`."""
     renderer: str = "auto"
     """How messages become tokens: the name of a renderer, `template`, or `auto`."""

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from proxy.routing.policies import POLICY_NAME
 from proxy.settings.extra import extra
+from proxy.settings.section import Common
 from trainer.errors import ConfigError
 from trainer.policy.adapter import EarlyAdapters, check_adapter
 from trainer.policy.architecture import check_model, check_settings, without_noise
@@ -38,14 +39,14 @@ class LoraSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    rank: int = Field(16, ge=1)
+    rank: Common[int] = Field(16, ge=1)
     """Rank of the adapters' two matrices."""
     alpha: float = Field(32.0, gt=0)
     """Scale of the adapters: their product is multiplied by `alpha / rank`."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the layers that get an adapter; `all-linear`: all linear layers except the output
     layer."""
-    update: Literal["adapter", "merged"] = "merged"
+    update: Common[Literal["adapter", "merged"]] = "merged"
     """How engines get an update. `merged`: all weights are sent, with the adapter merged into them.
     `adapter`: only the adapter is sent, and a vLLM server serves it next to the weights of
     `model.path`, without a pause."""
@@ -67,17 +68,17 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    path: Path
+    path: Common[Path]
     """Folder of a Hugging Face checkpoint of a causal language model, or `hf://owner/name` on the
     hub, also with `@revision`, which is downloaded."""
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights and of their gradients; the optimizer's moments are float32.
     `bfloat16` needs 12 bytes per weight instead of 16, and `compute_dtype: bfloat16`; each step
     rounds at random, so that small steps are not lost (docs/scale.md)."""
-    compute_dtype: ComputeDtype = Field(default_factory=_type_at_path)
+    compute_dtype: Common[ComputeDtype] = Field(default_factory=_type_at_path)
     """Type of activations and matrix products. By default that of the checkpoint: float32, or
     bfloat16 for one of 16 bits or fewer."""
-    max_micro_batch_tokens: int = Field(8192, ge=1)
+    max_micro_batch_tokens: Common[int] = Field(8192, ge=1)
     """Maximum number of input tokens of a forward pass; a longer sequence has a pass of its own. On
     a CPU, only sequences that share a prefix form passes of more than 4096 tokens."""
     share_prefixes: bool = True

@@ -24,7 +24,7 @@ from proxy.machine.secrecy import without_secrets
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import remove_steps_after
 from proxy.settings.extra import extra
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import (
     JsonlSink,
@@ -47,27 +47,27 @@ class LoggingConfig(Section):
 
     tensorboard: bool = True
     """Write `tensorboard/` in addition to `metrics.jsonl`."""
-    wandb_project: str | None = None
+    wandb_project: Common[str | None] = None
     """Project of Weights & Biases to log to in addition (package `wandb`): metrics, and at the end
     the report and the transcripts in it. A resumed run continues its run there. None: no
     logging to Weights & Biases."""
-    mlflow_experiment: str | None = None
+    mlflow_experiment: Common[str | None] = None
     """Experiment of MLflow to log to in addition (package `mlflow`): metrics, and at the end the
     report and the transcripts in it. A resumed run continues its run there. None: no logging to
     MLflow."""
-    metrics: tuple[OwnMetrics, ...] = ()
+    metrics: Common[tuple[OwnMetrics, ...]] = ()
     """Functions of your own, each of which returns metrics of a step's rollouts. They are also
     called with the rollouts of an evaluation, whose metrics have names like `eval/NAME`."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """What the terminal shows. `auto`: a live display in a terminal, plain lines elsewhere."""
-    log_level: LogLevel = "warning"
+    log_level: Common[LogLevel] = "warning"
     """The least important log messages of the trainer on standard error; also `--log-level`. The
     proxy that the run starts takes its own from AGENTIC_PROXY_LOG_LEVEL."""
     token_bytes: int = Field(2**30, ge=0)
     """Size of `tokens/` above which the oldest steps are removed from it. The page shows from there
     the advantage of each trained token and its probability under the trainer. 0: nothing is
     written."""
-    report_trials: int = Field(3, ge=0)
+    report_trials: Common[int] = Field(3, ge=0)
     """Number of held-out tasks of which the report shows a trial before training and one after, in
     full, next to each other. If it is not 0, two trials of training are shown as well."""
 

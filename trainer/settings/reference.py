@@ -2,14 +2,17 @@
 
     python -m trainer.settings.reference > docs/configuration.md
 
-Each section has first the keys that people set (`COMMON`); the others are folded below them.
+Each section has first the keys that people set (`proxy.settings.section.Common`); the others are
+folded below them. A key that several sections have, because they inherit it or hold the same
+section, is listed once, where its path is shortest; the others refer to that place.
 """
 
 from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -37,7 +40,8 @@ Values on the command line and in the environment are YAML. Every key has the en
 `{ENV_PREFIX}SECTION__KEY`; some also have the name that verl's recipe gives them. The resolved
 configuration is printed at start and stored in the run's folder.
 
-Each section begins with the keys that people set; the others are folded below them.
+Each section begins with the keys that people set; the others are folded below them. What several
+sections have in common is listed once, and the others name that place.
 """
 PROXY = """
 ## The proxy
@@ -47,37 +51,6 @@ overrides the YAML file. Every key has the environment variable `AGENTIC_PROXY_S
 starts a proxy of its own and configures it by its section `proxy_server`; variables of other
 settings hold for that proxy, too.
 """
-REPEATED = re.compile(
-    r"agents\.NAME\.(?!weight$|data$)|trainer\.policies\.NAME\.(optimizer|lora)\."
-    r"|data\.val_sources\.NAME\.|remote_agent\.judge\.engine\."
-)
-"""Keys that the page has already, in `remote_agent`, `data.train_sources`, `optimizer`,
-`model.lora` and `engine`."""
-COMMON = {
-    "model": "path compute_dtype lora.rank lora.update max_micro_batch_tokens",
-    "engine": "replicas args max_context_tokens sleep urls",
-    "rollout": "groups_per_step group_size concurrency max_tokens max_staleness",
-    "algorithm": "preset advantage loss kl mini_batches",
-    "optimizer": "lr schedule warmup_steps max_grad_norm offload",
-    "trainer": "run_dir steps ranks mode save_every",
-    "proxy_server": "host port llm_proxy_ip url profile",
-    "cluster": "backend address strategy engine_nodes share_gpus",
-    "relay": "workers url start_timeout_s restarts",
-    "data": "train_files val_files train_sources harbor.train_dir seed",
-    "remote_agent": "command.argv python.target verifier.argv grader.target timeout_s",
-    "swarm": "stop_rule left_over max_open max_collected lease_s",
-    "sft": "sessions min_reward epochs kind held_out",
-    "logging": "wandb_project mlflow_experiment metrics log_level report_trials",
-}
-"""Section → the keys that people set first, at most five. A section without an entry is listed
-whole."""
-COMMON_OF_PROXY = {
-    "": "model store host port admin_key_file",
-    "sessions": "auto_create ttl_s max_turns max_tokens alternatives",
-    "limits": "in_flight_calls body_bytes engine_patience_s call_timeout_s shutdown_s",
-    "rules": "name query.regex query.tool query.edits_tests action",
-}
-"""The same for the proxy's own sections; the keys without a section are under the empty name."""
 FOLDED_TOGETHER = 4
 """Keys of a part with fewer keys than this are folded with those of its section."""
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
@@ -96,23 +69,103 @@ def main() -> None:
 
 
 def reference() -> str:
-    """The page as Markdown.
+    """The page as Markdown."""
+    return Page().text
 
-    Raises:
-        ValueError: `COMMON` names a key that is none.
-    """
-    run = [key for key in keys_of(TrainerConfig) if not REPEATED.match(key.path)]
-    sections = [key for key in run if "." not in key.path]
-    proxy = list(keys_of(ProxyConfig))
-    top = [key for key in proxy if not key.sections and "." not in key.path]
-    parts = [key for key in proxy if "." not in key.path and key not in top]
-    lines = [RUN, *_contents(sections, proxy=False), *_contents(parts, proxy=True)]
-    for section in sections:
-        lines += [_heading(section, level=2), *_section(section.path, run, COMMON)]
-    lines += [PROXY, *_listing("", top, COMMON_OF_PROXY)]
-    for section in parts:
-        lines += [_heading(section, level=3), *_section(section.path, proxy, COMMON_OF_PROXY)]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A key of a run, or of the proxy. Example: Place("optimizer.lr", of_proxy=False)"""
+
+    section: str
+    of_proxy: bool
+
+
+class Page:
+    """Every key of both configurations, and where each is listed."""
+
+    def __init__(self) -> None:
+        self.run = list(keys_of(TrainerConfig))
+        self.proxy = list(keys_of(ProxyConfig))
+        both = [*((key, False) for key in self.run), *((key, True) for key in self.proxy)]
+        both.sort(key=lambda pair: pair[0].path.count("."))
+        self._places: dict[tuple[type[BaseModel], str], tuple[Key, Place]] = {}
+        """Definition of a key → the key with the shortest path, which is the listed one."""
+        for key, of_proxy in both:
+            self._places.setdefault(key.definition, (key, Place(key.section, of_proxy)))
+        self._listed = {id(key) for key, _ in self._places.values()}
+
+    def lists(self, key: Key) -> bool:
+        """Whether the key has a line of its own; else its section refers to where it has one."""
+        return id(key) in self._listed
+
+    @property
+    def text(self) -> str:
+        sections = [key for key in self.run if "." not in key.path]
+        top = [key for key in self.proxy if not key.sections and "." not in key.path]
+        parts = [key for key in self.proxy if "." not in key.path and key not in top]
+        lines = [RUN, *_contents(sections, proxy=False), *_contents(parts, proxy=True)]
+        for section in sections:
+            lines += self._section(section, of_proxy=False)
+        lines += [PROXY, *self._listing("", top)]
+        for section in parts:
+            lines += self._section(section, of_proxy=True)
+        return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+    def _section(self, section: Key, *, of_proxy: bool) -> list[str]:
+        about = f"{_linked(section.text)}{self._elsewhere(section, of_proxy=of_proxy)}".strip()
+        heading = f"\n{'###' if of_proxy else '##'} {section.path}\n"
+        inside = [key for key in self._keys(of_proxy) if key.path.startswith(f"{section.path}.")]
+        return [heading, about, "", *self._listing(section.path, inside, of_proxy=of_proxy)]
+
+    def _keys(self, of_proxy: bool) -> list[Key]:
+        return self.proxy if of_proxy else self.run
+
+    def _listing(self, section: str, keys: list[Key], *, of_proxy: bool = True) -> list[str]:
+        """The common keys, and the others folded: each part of the section by itself."""
+        prefix = f"{section}." if section else ""
+        keys = [key for key in keys if self.lists(key)]
+        common = [key for key in keys if key.is_common]
+        others = [key for key in keys if not key.is_common]
+
+        def line(key: Key) -> str:
+            return _line(key, self._elsewhere(key, of_proxy=of_proxy))
+
+        if len(others) <= 1 or not common:
+            return [line(key) for key in keys]
+        parts: dict[str, list[Key]] = {}
+        for key in others:
+            part, dot, _ = key.path.removeprefix(prefix).partition(".")
+            parts.setdefault(part if dot or section else "", []).append(key)
+        small = {part for part in parts if not part or len(parts[part]) < FOLDED_TOGETHER}
+        rest = [key for key in others if any(key in parts[part] for part in small)]
+        lines = [line(key) for key in common]
+        lines += _folded(f"{len(rest)} more keys", [line(key) for key in rest])
+        for part, inside in parts.items():
+            if part not in small:
+                title = f"{prefix}{part}: {len(inside)} keys"
+                lines += _folded(title, [line(key) for key in inside])
+        return lines
+
+    def _elsewhere(self, section: Key, *, of_proxy: bool) -> str:
+        """Where the keys of a section are listed that are not listed in it."""
+        inside = [key for key in self._keys(of_proxy) if key.section == section.path]
+        found: dict[Place, list[str]] = {}
+        for key in inside:
+            if not self.lists(key):
+                found.setdefault(self._places[key.definition][1], []).append(key.name)
+        said = []
+        for place, names in found.items():
+            there = {key.name for key in self._keys(place.of_proxy) if key.section == place.section}
+            of = {(True, False): " of the proxy", (False, True): " of a run"}
+            where = f"`{place.section}`{of.get((place.of_proxy, of_proxy), '')}"
+            if there != set(names):
+                said.append(f" {_listed(names)} as in {where}.")
+            elif len(names) == len(inside):
+                said.append(f" Its keys are those of {where}.")
+            else:
+                said.append(f" Its other keys are those of {where}.")
+        return "".join(said)
 
 
 def _contents(sections: list[Key], *, proxy: bool) -> list[str]:
@@ -128,42 +181,11 @@ def _anchor(section: str, *, proxy: bool) -> str:
     return f"{section}_1" if repeated else section
 
 
-def _section(section: str, keys: list[Key], common_keys: Mapping[str, str]) -> list[str]:
-    inside = [key for key in keys if key.path.startswith(f"{section}.")]
-    return _listing(section, inside, common_keys)
-
-
-def _listing(section: str, keys: list[Key], common_keys: Mapping[str, str]) -> list[str]:
-    """The common keys, and the others folded: each part of the section by itself."""
-    by_path = {key.path: key for key in keys}
-    prefix = f"{section}." if section else ""
-    common = [f"{prefix}{name}" for name in common_keys.get(section, "").split()]
-    if missing := [path for path in common if path not in by_path]:
-        raise ValueError(
-            f"{', '.join(missing)}: not a key; correct it in trainer/settings/reference.py"
-        )
-    if len(keys) <= len(common) + 1 or not common:
-        return [_line(key) for key in keys]
-    parts: dict[str, list[Key]] = {}
-    for key in keys:
-        if key.path not in common:
-            part, dot, _ = key.path.removeprefix(prefix).partition(".")
-            parts.setdefault(part if dot or section else "", []).append(key)
-    small = {part for part in parts if not part or len(parts[part]) < FOLDED_TOGETHER}
-    rest = [key for key in keys if any(key in parts[part] for part in small)]
-    lines = [_line(by_path[path]) for path in common]
-    lines += _folded(f"{len(rest)} more keys", rest)
-    for part, inside in parts.items():
-        if part not in small:
-            lines += _folded(f"{prefix}{part}: {len(inside)} keys", inside)
-    return lines
-
-
-def _folded(title: str, keys: list[Key]) -> list[str]:
-    if not keys:
+def _folded(title: str, lines: list[str]) -> list[str]:
+    if not lines:
         return []
     begin = ["", '<details markdown="1">', f"<summary>{title}</summary>", ""]
-    return [*begin, *(_line(key) for key in keys), "", "</details>", ""]
+    return [*begin, *lines, "", "</details>", ""]
 
 
 def names_of(key: Key) -> list[str]:
@@ -171,17 +193,13 @@ def names_of(key: Key) -> list[str]:
     return key.part_names or list(NAMES.get(key.dotted, tuple)())
 
 
-def _heading(key: Key, *, level: int) -> str:
-    return f"\n{'#' * level} {key.path}\n" + (f"\n{_linked(key.text)}\n" if key.text else "")
-
-
-def _line(key: Key) -> str:
+def _line(key: Key, elsewhere: str = "") -> str:
     verl = {key: name for name, key in VERL_NAMES.items()}
     text = f": {_linked(key.text)}" if key.text else ""
     names = f" Names: {_listed(names_of(key))}." if names_of(key) else ""
     also = f" Also `{verl[key.path]}`." if key.path in verl else ""
     about = f"{_default(key.field)}{_bounds(key.field)}{_choices(key.field)}"
-    return f"- `{key.path}` ({about}){text}{names}{also}"
+    return f"- `{key.path}` ({about}){text}{names}{also}{elsewhere}"
 
 
 def _linked(text: str) -> str:

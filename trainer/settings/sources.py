@@ -32,7 +32,7 @@ from proxy.errors import ConfigurationError
 from proxy.extra_registry import section_type
 from proxy.settings.extra import Extra
 from proxy.settings.hub import model_folder
-from proxy.settings.section import Section
+from proxy.settings.section import COMMON, Section
 from trainer.algorithms.part import NamedPart, Parts
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
@@ -50,6 +50,28 @@ class Key:
     field: FieldInfo
     sections: tuple[type[BaseModel], ...]
     """The sections that the key may hold: none for a value, several if one of them is chosen."""
+    owner: type[BaseModel]
+    """The class that defines the key, which several sections may inherit or hold."""
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def section(self) -> str:
+        """The path of the section that holds the key, without a part's name and the user's own name
+        at its end; empty at the top."""
+        return re.sub(r"\[[^]]*\]$", "", self.path.rpartition(".")[0]).removesuffix(".NAME")
+
+    @property
+    def definition(self) -> tuple[type[BaseModel], str]:
+        """What keys have in common whose sections inherit or hold the same section."""
+        return self.owner, self.name
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the key is one of the few of its section that people set (`Common`)."""
+        return COMMON in self.field.metadata
 
     @property
     def part_names(self) -> list[str]:
@@ -75,13 +97,17 @@ def keys_of(
         annotation = section_type(name) if is_late else field.annotation
         nested = _parts(field.metadata) or tuple(_models(annotation))
         text = documented.get(name, "") or (_summary(nested[0]) if nested else "")
-        yield Key(path, " ".join(text.split()), field, nested)
+        yield Key(path, " ".join(text.split()), field, nested, _owner(model, name))
         for each in nested:
             if each not in seen:
                 variant = path if len(nested) == 1 else f"{path}[{_name_of(each)}]"
                 if typing.get_origin(field.annotation) in (dict, Mapping):
                     variant = f"{path}.NAME"
                 yield from keys_of(each, variant, seen | {each})
+
+
+def _owner(model: type[BaseModel], field: str) -> type[BaseModel]:
+    return next(cls for cls in model.__mro__ if field in inspect.get_annotations(cls))
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:

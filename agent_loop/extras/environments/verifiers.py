@@ -112,7 +112,7 @@ class VerifiersConfig(VerifiersEnvironment, LauncherConfig):
     """Number of tasks, the first ones, that are held out for evaluation, if the section `data`
     names no tasks."""
     program: ProgramConfig = ProgramConfig()
-    """The process of an episode: `env` and `template` as in `command`."""
+    """The process of an episode."""
 
     @property
     def is_local(self) -> bool:

@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field
 from agent_loop.errors import TaskFileError
 from agent_loop.records import Task
 from agent_loop.task_sources.protocol import TaskFolders
+from proxy.settings.section import Common
 
 TASK_FILE = "task.toml"
 LOCAL_PATH = "local_task_path"
@@ -37,7 +38,7 @@ Folders = Annotated[tuple[Path, ...], BeforeValidator(_one_or_more)]
 class HarborDataConfig(TaskFolders):
     """Example: HarborDataConfig(train_dir="tasks/train", train_limit=100)"""
 
-    train_dir: Folders = ()
+    train_dir: Common[Folders] = ()
     """Folders whose immediate subfolders are Harbor tasks to train on."""
     val_dir: Folders = ()
     """Folders whose immediate subfolders are held-out Harbor tasks."""

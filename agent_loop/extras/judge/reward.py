@@ -64,8 +64,7 @@ class JudgeConfig(JudgeSection):
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key of `base_url`."""
     engine: VllmConfig = VllmConfig()
-    """The vLLM server of `checkpoint`, with the keys of the section `engine` that describe a
-    server. It runs on the trainer's machine; give it a GPU by `env`."""
+    """The vLLM server of `checkpoint`, on the trainer's machine; give it a GPU by `env`."""
     criteria: str = "Judge whether the task was done, and done well."
     """What the judge is asked to judge."""
     low: float = 0.0

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from agent_loop.producers.rollout_config import RolloutConfig
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 
 StopRule = Literal["episodes", "tasks", "tasks_with_signal", "any_client", "all_clients"]
 
@@ -19,13 +19,13 @@ _MOVED = {"groups": "rollout.groups_per_step", "group_size": "rollout.group_size
 class SwarmConfig(Section):
     """Example: SwarmConfig(stop_rule="tasks", left_over="drop", max_open=64)"""
 
-    stop_rule: StopRule = "tasks"
+    stop_rule: Common[StopRule] = "tasks"
     """When a batch is full. `episodes`: `rollout.groups_per_step` times `rollout.group_size`
     episodes have ended. `tasks`: `rollout.groups_per_step` tasks have a full group.
     `tasks_with_signal`: the same, and the rewards of each group differ. `any_client`,
     `all_clients`: any client, or every client, has asked for the update; the batch is then
     everything that has ended."""
-    left_over: Literal["carry", "drop", "train"] = "carry"
+    left_over: Common[Literal["carry", "drop", "train"]] = "carry"
     """What happens to ended episodes outside the batch: `carry` keeps them for the next batch,
     `drop` discards and counts them, `train` adds them to this batch. With `carry`, claimed episodes
     continue while the batch is trained; otherwise they may end within `drain_timeout_s` and are
@@ -33,13 +33,13 @@ class SwarmConfig(Section):
     batch: unless this is `train`, it is dropped and counted."""
     drain_timeout_s: float = Field(60.0, ge=0)
     """Seconds that claimed episodes may still take once the batch is full."""
-    lease_s: float = Field(60.0, gt=0)
+    lease_s: Common[float] = Field(60.0, gt=0)
     """Seconds without a heartbeat after which an episode is reclaimed."""
     max_life_s: float = Field(3600.0, gt=0)
     """Seconds after which an episode is reclaimed, with or without heartbeats."""
-    max_open: int = Field(256, ge=1)
+    max_open: Common[int] = Field(256, ge=1)
     """Number of episodes that may be open at the same time."""
-    max_collected: int = Field(4096, ge=1)
+    max_collected: Common[int] = Field(4096, ge=1)
     """Number of ended episodes that may wait for a batch. At this number, claims wait."""
     mix: dict[str, float] = Field(default_factory=dict)
     """Share of a batch's episodes for each `source`. Empty: any source. A source that is missing

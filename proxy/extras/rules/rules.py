@@ -17,7 +17,7 @@ from proxy.errors import RequestError
 from proxy.extras.rules.terms import SearchTerms
 from proxy.http.openapi import CLOSED
 from proxy.records import ForkCause, RuleAction
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 from proxy.store.browser import Browser, SavedRule
 
 MAX_SAVED = 50
@@ -30,13 +30,13 @@ class RuleQuery(Section):
 
     text: str = ""
     """Text that was sent or answered, whatever the case."""
-    regex: str = ""
+    regex: Common[str] = ""
     """In place of `text`: a regular expression."""
-    tool: str = ""
+    tool: Common[str] = ""
     """The name of a tool that is called."""
     cause: ForkCause | None = None
     """The cause of the turn's fork."""
-    edits_tests: bool = False
+    edits_tests: Common[bool] = False
     """Whether a tool call changes a file of tests: an editing tool with a test's path, or a shell
     command that writes to one."""
     answers_only: bool = False
@@ -65,11 +65,11 @@ class RuleQuery(Section):
 class RuleConfig(Section):
     """A search rule. It marks the sessions with a turn that matches it."""
 
-    name: RuleName
+    name: Common[RuleName]
     """The rule's name in marks, in metrics and in the reward's parts: letters, digits and `._-`."""
     query: RuleQuery
     """What a turn must have."""
-    action: RuleAction = RuleAction.MARK
+    action: Common[RuleAction] = RuleAction.MARK
     """What happens besides the mark: `mark`: nothing; `end`: the session is completed, so that the
     trial ends (truncated); `zero_reward`: the trial's reward is 0."""
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from proxy.config import ProxyConfig
 from proxy.engines.registry import ENGINES
 from proxy.store import STORES
 from trainer.algorithms.advantages import ADVANTAGES
@@ -19,17 +18,17 @@ from trainer.algorithms.correction import REJECTIONS, WEIGHTS
 from trainer.algorithms.kl import ESTIMATORS
 from trainer.algorithms.policy_losses import LOSSES
 from trainer.algorithms.presets import PRESETS
-from trainer.config import TrainerConfig
-from trainer.settings.reference import COMMON, COMMON_OF_PROXY, REPEATED, reference
-from trainer.settings.sources import Key, keys_of
+from trainer.settings.reference import Page, reference
+from trainer.settings.sources import Key
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "configuration.md"
 USERS = ("tests/**/*.py", "examples/**/*", "benchmarks/**/*", "agentic_trainer.yaml")
-# An agent of several has the fields that `remote_agent` and `data` have.
-RUN_KEYS = [key for key in keys_of(TrainerConfig) if not REPEATED.match(key.path)]
-ALL_KEYS = [*RUN_KEYS, *keys_of(ProxyConfig)]
-KEYS = [key for key in ALL_KEYS if "." in key.path or not key.sections]
+KEYS_OF = Page()
+ALL_KEYS = [*KEYS_OF.run, *KEYS_OF.proxy]
+LISTED = [key for key in ALL_KEYS if KEYS_OF.lists(key)]
+KEYS = [key for key in LISTED if "." in key.path or not key.sections]
+"""Every key but the sections at the top, which are the page's headings."""
 
 
 @cache
@@ -63,22 +62,38 @@ def test_page_of_keys_is_up_to_date_with_the_code() -> None:
     assert PAGE.read_text() == reference(), f"generate it again: {command}"
 
 
-def test_page_has_every_key_once() -> None:
+def test_page_lists_what_several_sections_have_in_common_once() -> None:
     listed = re.findall(r"^- `([^`]+)` \(", PAGE.read_text(), re.MULTILINE)
-    run = [key.path for key in RUN_KEYS if "." in key.path]
-    sections = {key.path for key in keys_of(ProxyConfig) if key.path.partition(".")[2]}
-    top = [key.path for key in keys_of(ProxyConfig) if "." not in key.path and not key.sections]
-    assert sorted(listed) == sorted([*run, *sections, *top])
+    assert sorted(listed) == sorted(key.path for key in KEYS)
+    definitions = [key.definition for key in LISTED]
+    assert set(definitions) == {key.definition for key in ALL_KEYS}
+    assert len(definitions) == len(set(definitions))
 
 
-@pytest.mark.parametrize("heading", ["## rollout", "## remote_agent", "### limits"])
-def test_section_begins_with_its_common_keys(heading: str) -> None:
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("data.val_sources", "Its keys are those of `data.train_sources`."),
+        ("proxy_server.rules", "Its keys are those of `rules` of the proxy."),
+        ("remote_agent.python", "`env`, `template` as in `remote_agent.command`."),
+        ("remote_agent.verifier.limits", "Its keys are those of `remote_agent.process.limits`."),
+    ],
+)
+def test_section_says_where_the_keys_are_that_it_has_in_common(section: str, said: str) -> None:
+    (line,) = re.findall(rf"^- `{re.escape(section)}` .*$", PAGE.read_text(), re.MULTILINE)
+    assert line.endswith(said)
+
+
+@pytest.mark.parametrize("heading", ["## model", "## rollout", "## remote_agent", "### limits"])
+def test_section_begins_with_the_keys_that_people_set(heading: str) -> None:
     name = heading.split()[1]
-    common = {**COMMON, **COMMON_OF_PROXY}[name].split()
-    section = PAGE.read_text().partition(f"\n{heading}\n")[2]
-    first = re.findall(r"^- `([^`]+)`", section.partition("<details")[0], re.MULTILINE)
-    assert first == [f"{name}.{key}" for key in common]
-    assert len(common) <= 5
+    section = PAGE.read_text().partition(f"\n{heading}\n")[2].partition("\n#")[0]
+    first, folded, _ = section.partition("<details")
+    assert folded
+    paths = re.findall(r"^- `([^`]+)`", first, re.MULTILINE)
+    marked = [key.path for key in KEYS if key.path.startswith(f"{name}.") and key.is_common]
+    assert paths == marked
+    assert 2 <= len(paths) <= 6
 
 
 def test_every_key_is_documented_where_it_is_defined() -> None:

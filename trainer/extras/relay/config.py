@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from proxy.http.web_guard import EVERYWHERE
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 from trainer.cluster.cluster import JoiningSection
 from trainer.cluster.proxy_server import ProxyServerConfig
 
@@ -52,15 +52,15 @@ class RelayWorkersConfig(Section):
 class RelaySection(JoiningSection):
     """Example: RelaySection(workers=[{"command": ["ssh", "gpu-7", "agentic-train", …]}])"""
 
-    workers: tuple[RelayWorkersConfig, ...] = ()
+    workers: Common[tuple[RelayWorkersConfig, ...]] = ()
     """Engines behind a firewall: the run starts the workers, which connect to its proxy."""
-    url: str | None = Field(None, pattern="^wss?://.+")
+    url: Common[str | None] = Field(None, pattern="^wss?://.+")
     """URL by which workers reach the proxy; None: `proxy_server.llm_proxy_ip`, or the proxy's host,
     and its port."""
-    restarts: int = Field(8, ge=0)
+    restarts: Common[int] = Field(8, ge=0)
     """Maximum number of times in a run that each worker is started again after it has ended: after
     1 s, 2 s, 4 s, up to a minute."""
-    start_timeout_s: float = Field(900.0, gt=0)
+    start_timeout_s: Common[float] = Field(900.0, gt=0)
     """Seconds that a worker may take to load its engine and connect to the proxy."""
 
     @property

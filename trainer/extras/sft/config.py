@@ -11,7 +11,7 @@ from pydantic import Field
 from agent_loop.outside_parts import OwnFunction
 from proxy.extras.export.selection import Filters
 from proxy.records import Session, SessionKind, Turn
-from proxy.settings.section import Section
+from proxy.settings.section import Common, Section
 from proxy.store.protocol import SessionFilter
 from trainer.algorithms.aggregation import AGGREGATIONS, Aggregation, TokenMean
 
@@ -29,12 +29,12 @@ class SessionPredicate(OwnFunction):
 class SftConfig(Section):
     """Example: SftConfig(sessions=("runs/teacher",), min_reward=1.0, epochs=2)"""
 
-    sessions: tuple[str, ...] = Field(min_length=1)
+    sessions: Common[tuple[str, ...]] = Field(min_length=1)
     """Where the sessions are recorded, any number of: a folder of `collect`, `eval` or a run; a
     folder that `agentic-proxy export --format records` wrote; the URL of a store
     (`sqlite:///FILE`, `postgresql://…`); or the URL of a running proxy, whose admin key is in
     AGENTIC_PROXY_ADMIN_KEY."""
-    kind: Literal["train", "eval", "any"] = "train"
+    kind: Common[Literal["train", "eval", "any"]] = "train"
     """Kind of the sessions. Those of a text-only engine and of evaluations are `eval`; make sure
     that sessions of held-out tasks are not among them."""
     id_prefix: str = ""
@@ -43,7 +43,7 @@ class SftConfig(Section):
     """Only sessions whose metadata have these entries, such as `{task_id: sum-17}`."""
     reward: str | None = None
     """Key of the reward that is compared; None: the sum of the trial's rewards."""
-    min_reward: float | None = None
+    min_reward: Common[float | None] = None
     """Only sessions with at least this reward; None: also sessions without a reward."""
     max_reward: float | None = None
     """Only sessions with at most this reward."""
@@ -56,14 +56,14 @@ class SftConfig(Section):
     """How a rendered answer without reasoning is written. `as_last`: as the chat template writes
     the last answer, which for Qwen3 begins with an empty `<think>` block. `as_history`: as it
     writes earlier answers, for a model that does not know such blocks."""
-    epochs: int = Field(1, ge=1)
+    epochs: Common[int] = Field(1, ge=1)
     """Number of passes over the sessions. `trainer.steps` has no effect."""
     batch_sessions: int = Field(16, ge=1)
     """Number of sessions per optimizer step."""
     aggregation: Annotated[Aggregation, AGGREGATIONS] = TokenMean()
     """How the losses of tokens become the loss of a step; `rollout_mean`: every session weighs the
     same."""
-    held_out: float = Field(0.0, ge=0, lt=1)
+    held_out: Common[float] = Field(0.0, ge=0, lt=1)
     """Share of the tasks whose sessions are not trained on; their loss is the held-out loss."""
     held_out_every: int = Field(10, ge=0)
     """Number of steps between held-out losses; 0: only before the first step and at the end."""
