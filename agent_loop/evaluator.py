@@ -15,71 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from agent_loop.producers.groups import GroupRun
 from agent_loop.producers.protocol import RunsTrials
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import SessionKind
+from proxy.run_files.intervals import bootstrap_interval, wilson_interval
 from proxy.settings.section import Section
-
-BOOTSTRAP_SAMPLES = 2000
-"""Resamples of a bootstrap; its interval then varies by about 1 % of its width."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Example: Difference(tasks=64, mean=0.12, interval=(0.03, 0.21), better=11, worse=4)"""
-
-    tasks: int
-    """Number of tasks that both judged."""
-    mean: float
-    """Mean over tasks of the second's share of successes minus the first's; NaN without tasks."""
-    interval: tuple[float, float]
-    """95 % percentile interval of `mean`, by the bootstrap over tasks."""
-    better: int
-    """Number of tasks with a larger share in the second."""
-    worse: int
-
-    @property
-    def p_value(self) -> float:
-        """Two-sided, of the exact sign test on the tasks whose share differs; with one trial per
-        task this is McNemar's exact test. 1 without such a task."""
-        changed, fewer = self.better + self.worse, min(self.better, self.worse)
-        tail = sum(math.comb(changed, n) for n in range(fewer + 1))
-        return min(1.0, 2 * tail / (1 << changed))
-
-
-def bootstrap_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """95 % percentile interval of the mean of values of independent tasks (Efron 1979, Annals of
-    Statistics 7); NaN without values. The resamples are the same in every call."""
-    if not values:
-        return (np.nan, np.nan)
-    rng, given = np.random.default_rng(seed), np.asarray(values, float)
-    drawn = rng.integers(0, len(given), (BOOTSTRAP_SAMPLES, len(given)))
-    means: npt.NDArray[np.float64] = given[drawn].mean(axis=1)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
-
-
-def paired_difference(first: Mapping[str, float], second: Mapping[str, float]) -> Difference:
-    """Each argument maps a task to its share of successes."""
-    both = [(first[task], second[task]) for task in first if task in second]
-    gains = [b - a for a, b in both]
-    mean = sum(gains) / len(gains) if gains else float("nan")
-    return Difference(
-        tasks=len(both),
-        mean=mean,
-        interval=bootstrap_interval(gains),
-        better=sum(gain > 0 for gain in gains),
-        worse=sum(gain < 0 for gain in gains),
-    )
-
-
-Z_95 = 1.959964
-"""Standard normal quantile of a two-sided 95 % interval."""
 
 
 class EvalConfig(Section):
@@ -249,15 +192,6 @@ def pass_at_k_intervals(
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """1 − C(n−c, k) / C(n, k): the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """95 % score interval of a proportion (Wilson 1927); (0, 1) without a sample."""
-    if n == 0:
-        return (0.0, 1.0)
-    spread = Z_95 * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n * n))
-    middle, scale = share + Z_95**2 / (2 * n), 1 + Z_95**2 / n
-    return (max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale))
 
 
 def is_judged(rollout: Rollout) -> bool:

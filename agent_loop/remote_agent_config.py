@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from agent_loop.launchers.command import scripts
+from agent_loop.launchers.command import misplaced_script, scripts
 from agent_loop.launchers.registry import AgentConfig
 from agent_loop.processes.functions import source_file
 from agent_loop.rewards.registry import RewardsConfig
@@ -107,6 +107,28 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
                 "allow namespaces (in a container: --cap-add SYS_ADMIN and a seccomp profile that "
                 "permits them), "
                 "or set remote_agent.sandbox=off, with which agents can read this run's files"
+            )
+
+    def check_scripts(self, key: str) -> None:
+        """`key`: where the section is.
+
+        Raises:
+            ConfigurationError: a script of the agent or the verifier is named by a path relative to
+                this process's folder, or does not exist. Both start in the trial's working folder.
+        """
+        template = self.command.template if self.command is not None else None
+        for name, argv, makes in (
+            ("command", self.command.argv if self.command else (), False),
+            ("verifier", self.verifier.argv if self.verifier else (), True),
+        ):
+            if (word := misplaced_script(argv, template, made_in_trial=makes)) is None:
+                continue
+            there = f"{{root}}/{word}" if Path(word).is_file() else "{root}/PATH"
+            found = "" if Path(word).is_file() else ", and there is no such file there"
+            raise ConfigurationError(
+                f"{key}.{name}.argv: {word!r} is looked for in the trial's own working folder"
+                f"{found}; write {there}, where {{root}} is the folder in which agentic-train "
+                "starts, or an absolute path"
             )
 
     @property

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -83,6 +84,16 @@ class Metrics:
         """A new gauge, `agentic_proxy_NAME`, with the value of this moment."""
         Gauge(f"agentic_proxy_{name}", words, registry=self._registry).set_function(value)
 
+    def states(
+        self,
+        name: str,
+        words: str,
+        labels: Sequence[str],
+        read: Callable[[], Iterable[Sequence[str]]],
+    ) -> None:
+        """A new gauge, `agentic_proxy_NAME`, which is 1 for each row of labels that holds now."""
+        self._registry.register(_States(f"agentic_proxy_{name}", words, labels, read))
+
     def histogram(self, name: str, words: str, buckets: Sequence[float], *labels: str) -> Histogram:
         """A new histogram, `agentic_proxy_NAME`."""
         full = f"agentic_proxy_{name}"
@@ -140,6 +151,31 @@ class Metrics:
         self._uncounted.clear()
         own = generate_latest(self._registry)
         return generate_latest(_Sum([own, *others])) if others else own
+
+
+class _States(Collector):
+    """What holds when it is asked."""
+
+    def __init__(
+        self,
+        name: str,
+        words: str,
+        labels: Sequence[str],
+        read: Callable[[], Iterable[Sequence[str]]],
+    ) -> None:
+        self._family = name, words, labels
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        name, words, labels = self._family
+        return [GaugeMetricFamily(name, words, labels=labels)]
+
+    def collect(self) -> Iterable[Metric]:
+        name, words, labels = self._family
+        family = GaugeMetricFamily(name, words, labels=labels)
+        for row in self._read():
+            family.add_metric(row, 1.0)
+        return [family]
 
 
 class _Sum(Collector):

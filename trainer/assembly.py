@@ -19,7 +19,7 @@ from agent_loop.evaluator import Evaluator
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.processes.host import StartsEarly
 from agent_loop.producers.protocol import Producer, RunsTrials
-from agent_loop.records import Rollout, Task
+from agent_loop.records import Group, Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
@@ -55,6 +55,8 @@ from trainer.optimizer import check_optimizer
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog
+from trainer.run.own_metrics import own_metrics
+from trainer.run.preflight import Preflight
 from trainer.weight_sync.probe import probe_ids
 
 _SWARM_PROBE = 'The clients of the swarm hold the tasks. 0123456789, {"name": "value"}.'
@@ -167,6 +169,12 @@ class RunParts:
         """The producer of the user's own; None: the run has none."""
         return None
 
+    def preflight(
+        self, loop: RunsTrials, folder: RunFolder, say: Callable[[str], None]
+    ) -> Preflight | None:
+        """The trial that is run first; None: none is."""
+        return None
+
     def evaluator(self, loop: RunsTrials) -> Evaluator | None:
         """The evaluator; None if there are no held-out tasks."""
         if not self.held_out:
@@ -213,6 +221,20 @@ class TaskParts(RunParts):
         rollout, seed = self.config.rollout, self.config.trainer.seed
         make = rollout.producer
         return None if make is None else make(loop, self.tasks, rollout, seed)
+
+    def preflight(
+        self, loop: RunsTrials, folder: RunFolder, say: Callable[[str], None]
+    ) -> Preflight | None:
+        limit_s = self.config.trainer.preflight_s
+        if not limit_s:
+            return None
+        first = self.tasks.state()
+        tasks = [self.tasks.draw(), self.tasks.draw()]
+        self.tasks.restore(first)
+        wanted, metrics = self.config.rollout.filter, self.config.logging.metrics
+        checks: list[Callable[[Group], object]] = [] if wanted is None else [wanted]
+        checks.append(lambda group: own_metrics(metrics, group.rollouts, ()))
+        return Preflight(loop, tasks, limit_s, folder.trials, checks, say)
 
 
 def _check_engines(config: TrainerConfig) -> None:
@@ -279,6 +301,7 @@ def build_agents(
     agents: dict[str, AgentParts] = {}
     for name, section in sections.items():
         section.check_sandbox()
+        section.check_scripts(f"agents.{name}" if name else "remote_agent")
         is_missing = in_swarm and not section.agents
         launcher = _of_clients() if is_missing else section.build_launcher()
         agents[name] = AgentParts(section, launcher, section.build_rewards())
@@ -327,6 +350,7 @@ async def open_fit(
             producer = parts.own_producer(loop) or make_producer(loop, services.proxy)
             log.follow(producer)
             evaluator = parts.evaluator(loop)
+            preflight = parts.preflight(loop, folder, say)
             fit = Fit(
                 config.trainer,
                 config.eval,
@@ -338,6 +362,7 @@ async def open_fit(
                 log,
                 control,
                 uploads,
+                preflight=None if preflight is None else preflight.run,
                 trials_per_step=parts.trials_per_step,
             )
             fit.resume_from(state)

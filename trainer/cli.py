@@ -8,6 +8,7 @@
     agentic-train collect --config FILE --out DIR trials with rewards, without training
     agentic-train sft --config FILE [key=value …] supervised fine-tuning on recorded sessions
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
+    agentic-train status RUN [--json]             how the run is doing, why, and what to do
     agentic-train report RUN                      write RUN/report.html from the run's folder
     agentic-train trace RUN [-o FILE]             write what the run did when, for Perfetto
     agentic-train relay-worker                    an engine on another machine, started by a run

@@ -24,7 +24,7 @@ from proxy.engines.vllm_server import VllmConfig
 from proxy.http.web_guard import EVERYWHERE
 from proxy.settings.extra import Extra
 from proxy.settings.section import Section
-from trainer.algorithms.probe import settings_without_effect
+from trainer.algorithms.probe import broken_parts, settings_without_effect
 from trainer.cluster.cluster import ProcessesConfig
 from trainer.engine import GPUS_OF_AN_ENGINE
 from trainer.run.log import LoggingConfig
@@ -353,6 +353,8 @@ class TrainerConfig(ProcessesConfig):
         compares = rollout.group_size > 1 or not self.algorithm.advantage.compares_within_group
         if known and compares:
             yield from settings_without_effect(self.algorithm, rollout.group_size)
+        if self.sft is None:
+            yield from broken_parts(self.algorithm, rollout.group_size)
         if rollout.min_group_size > rollout.group_size and rollout.producer is None:
             yield (
                 f"rollout.min_group_size={rollout.min_group_size} is above rollout.group_size="

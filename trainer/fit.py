@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -32,7 +32,7 @@ from trainer.learning.policies import Learners
 from trainer.learning.policy_metrics import of_policies, share_metrics
 from trainer.ranks_config import TrainerSection
 from trainer.run.control import RunControl, StopRequested
-from trainer.run.log import RunLog
+from trainer.run.log import RunLog, failure_of
 from trainer.run.rollout_metrics import rollout_metrics, staleness_metrics
 from trainer.run.token_log import TokenColumns
 
@@ -41,7 +41,8 @@ Ended = Literal["done", "stopped"]
 saved a checkpoint."""
 
 
-NO_SIGNAL = "no signal: all advantages are 0 because the rewards that are compared are equal"
+NO_SIGNAL = "no signal: all advantages are 0 because"
+"""What follows says which rewards were equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,8 @@ class Fit:
     control: RunControl
     uploads: CheckpointUploads = field(default_factory=CheckpointUploads)
     """Copies the checkpoints to `trainer.checkpoint_mirror`."""
+    preflight: Callable[[int], Coroutine[Any, Any, None]] | None = None
+    """Runs a first trial alone, on weights of this version; None: there is none."""
     trials_per_step: int = 0
     """Number of trials of a step, for the progress line; 0 if they also run between steps."""
     step: int = 0
@@ -143,6 +146,8 @@ class Fit:
     """Number of steps in a row, up to the last one, in which every advantage was 0."""
     _counts: Counter[str] = field(default_factory=Counter)
     _saved_at: float = field(default_factory=time.monotonic)
+    _why_equal: str = ""
+    """Why the last step had no signal."""
 
     def resume_from(self, state: RunState) -> None:
         """Continues from a checkpoint's state; to be called before `run`."""
@@ -152,18 +157,27 @@ class Fit:
         self.without_signal = state.loop.get("without_signal", 0)
 
     async def run(self) -> Ended:
-        """Trains to the configured end, or until the run is asked to stop."""
+        """Trains to the configured end, or until the run is asked to stop. The log has the end
+        while the page still follows the run."""
+        ended: Ended = "done"
         try:
-            await self._train_to_the_end()
-        except StopRequested:
+            try:
+                await self._train_to_the_end()
+            except StopRequested:
+                ended = "stopped"
             await self._save(must=True)
-            return "stopped"
-        await self._save(must=True)
-        return "done"
+        except Exception as error:
+            self.log.finish("failed", **failure_of(error))
+            raise
+        self.log.finish(ended)
+        return ended
 
     async def _train_to_the_end(self) -> None:
         self.log.phase(self.step, "sending weights")
         await self.control.finish(self.engines.send_weights())
+        if self.preflight is not None and not self.step:
+            self.log.phase(self.step, "preflight", 1)
+            await self.control.wait_for(self.preflight(self.version))
         if self.evals.before and "before" not in self.log.evaluations:
             await self._evaluate("before")
         self.producer.start(self.version, self.produced or None)
@@ -206,6 +220,7 @@ class Fit:
         metrics["policy_version"] = float(self.version)
         self.without_signal = 0 if has_signal(metrics) else self.without_signal + 1
         metrics["signal/steps_without"] = float(self.without_signal)
+        self._why_equal = why_equal(groups, self.evals.success_at)
         log.step(self.step, metrics, groups, trained.tokens)
 
     def _new_counts(self) -> dict[str, int]:
@@ -220,14 +235,13 @@ class Fit:
         """
         if not self.without_signal:
             return
-        self.log.progress.say(f"step {self.step}: {NO_SIGNAL}")
+        self.log.progress.say(f"step {self.step}: {NO_SIGNAL} {self._why_equal}")
         limit = self.trainer.no_signal_steps
         if limit and self.without_signal >= limit:
             await self._save(must=True)
             raise TrainingError(
                 f"{self.without_signal} steps in a row without a signal (trainer.no_signal_steps="
-                f"{limit}): {NO_SIGNAL}. Check that the tasks are neither too hard nor too easy, "
-                "and that the reward source gives different rewards to good and bad trials"
+                f"{limit}): {NO_SIGNAL} {self._why_equal}; the verdict of the run says what to do"
             )
 
     async def _evaluate_if_due(self) -> float | None:
@@ -322,6 +336,16 @@ def has_signal(metrics: Mapping[str, float]) -> bool:
     """Whether a step had something to learn from: an advantage other than 0, or a teacher."""
     has_advantage = bool(metrics["advantage/min"] or metrics["advantage/max"])
     return has_advantage or "actor/distillation_loss" in metrics
+
+
+def why_equal(groups: Sequence[Group], success_at: float) -> str:
+    """Which rewards were equal, in a step without a signal."""
+    rewards = [r.reward for g in groups for r in g.rollouts if r.trainable and r.reward is not None]
+    if rewards and min(rewards) >= success_at:
+        return "every rollout succeeded"
+    if rewards and max(rewards) < success_at and min(rewards) == max(rewards):
+        return f"no rollout succeeded: every reward is {rewards[0]:g}"
+    return "the rewards that are compared are equal: each task was always solved or never"
 
 
 class _Clock:

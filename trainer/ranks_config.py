@@ -82,6 +82,10 @@ class TrainerSection(Section):
     no_signal_steps: int = Field(10, ge=0)
     """Number of consecutive steps without a signal after which the run ends with an error; 0:
     never. In a step without a signal, every advantage is 0 because rewards do not differ."""
+    preflight_s: float = Field(60.0, ge=0)
+    """Seconds for which the first trial runs alone, before the first evaluation and batch: if it
+    fails, and another task's, too, the run ends there. A trial that takes longer is ended, and the
+    run begins; 0: none."""
     resume: str = "auto"
     """Whether a start continues an earlier run. `auto`: continue the last run in `run_dir` if it
     has not ended and has the same configuration, else begin a new run in `run_dir`, `run_dir-2`, …;

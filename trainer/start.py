@@ -21,8 +21,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from proxy.engines import vllm_platform
 from proxy.machine import logs
-from proxy.machine.secrecy import hide_memory, without_credentials
+from proxy.machine.secrecy import hide_memory
 from proxy.run_files.files import replace_file, truncate_jsonl
+from proxy.run_files.verdict import verdict_lines
 from proxy.settings.extra import extra
 from proxy.settings.section import Section
 from trainer.assembly import TaskParts, assemble
@@ -40,7 +41,7 @@ from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder
-from trainer.run.log import RunLog
+from trainer.run.log import RunLog, failure_of
 from trainer.run.warned_errors import errors_as_warnings
 from trainer.settings.sources import dump, load
 
@@ -249,6 +250,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
         saved_step=saved.step if saved else 0,
         success_at=config.eval.success_at,
         machine=_machine(config.cluster.backend, config.trainer.device),
+        gpus=_gpus(config.cluster.backend, config.trainer.device),
         telemetry=getattr(config.telemetry, "endpoint", None),
     )
     log.progress.say(
@@ -267,7 +269,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
         try:
             status = asyncio.run(_under_signals(parts, log, control))
         finally:
-            log.finish(status, **_failure(status, sys.exception()))
+            log.finish(status, **(failure_of(sys.exception()) if status == "failed" else {}))
             _report(log, status)
     return 0 if control.signal_number is None else 128 + control.signal_number
 
@@ -300,6 +302,14 @@ def _report(log: RunLog, status: str) -> None:
         written = f", {report.page}"
         log.report(report.page, report.transcripts)
     log.progress.say(f"{status} after {log.wall_s:.0f} s: {folder.summary}{written}")
+    if (verdict := log.verdict) is not None:
+        for line in verdict_lines(verdict):
+            log.progress.say(line)
+
+
+def _gpus(backend: str, device: str) -> int | None:
+    """Number of GPUs that the run can use; None: of a cluster, which has its own."""
+    return len(gpus_here()) * (device != "cpu") if backend == "local" else None
 
 
 def _machine(backend: str, device: str) -> str:
@@ -312,15 +322,6 @@ def _machine(backend: str, device: str) -> str:
         return f"{cores} without a GPU"
     names = ", ".join(sorted({each.name for each in gpus}))
     return f"{cores} and {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({names})"
-
-
-def _failure(status: str, error: BaseException | None) -> dict[str, str]:
-    """Why a run failed, for its summary."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if status != "failed" or error is None:
-        return {}
-    return {"error": without_credentials(f"{type(error).__name__}: {error}")[:1000]}
 
 
 async def _under_signals(parts: Parts, log: RunLog, control: RunControl) -> Ended:

@@ -22,6 +22,9 @@ from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
 from proxy.settings.section import Common
 
+_SCRIPTS = (".py", ".sh", ".js", ".mjs", ".cjs", ".ts", ".rb", ".pl")
+"""Ends of the names of programs that an interpreter runs."""
+
 
 class CommandConfig(ProgramConfig, LauncherConfig):
     """Example: CommandConfig(argv=("python", "agent.py", "--task", "{task_file}"))"""
@@ -89,6 +92,26 @@ def scripts(argv: Sequence[str]) -> Iterator[Path]:
         path = word.replace("{root}", str(Path.cwd()))
         if os.path.isfile(path) and (number > 0 or _is_script(path)):
             yield Path(path).absolute()
+
+
+def misplaced_script(
+    argv: Sequence[str], template: str | None, *, made_in_trial: bool
+) -> str | None:
+    """The first argument that names a script which is not where the program will look for it: in
+    the trial's working folder, a copy of `template`. None if there is none, or it cannot be known.
+    `made_in_trial`: whether a script that exists nowhere may be made there before it is run."""
+    if template and (template.startswith(GIT) or "{" in template):
+        return None
+    for number, word in enumerate(argv):
+        is_path = number == 0 and "/" in word
+        if "{" in word or os.path.isabs(word) or not (is_path or word.endswith(_SCRIPTS)):
+            continue
+        if template and os.path.isfile(os.path.join(template, word)):
+            continue
+        is_run = is_path or (number == 1 and not made_in_trial)
+        if os.path.isfile(word) or is_run:
+            return word
+    return None
 
 
 def _is_script(path: str) -> bool:

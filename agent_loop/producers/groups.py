@@ -21,6 +21,7 @@ from agent_loop.producers.protocol import RunsTrials
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import Origin, SessionKind
+from proxy.run_files.causes import cause_of
 
 Place = tuple[int, ...]
 """A rollout's number in its group; for a branch followed by the turn and the child's number."""
@@ -266,14 +267,15 @@ class Tally:
     unusable: int = 0
     """Number of trials that cannot be trained on."""
     reasons: Mapping[str, int] = field(default_factory=dict)
-    """Error of an unusable trial → number of trials."""
+    """Cause of unusable trials → number of trials."""
     logs: str | None = None
     """Folder with the logs of the last unusable trial."""
 
     def with_group(self, group: Group) -> Tally:
         """The tally with one more group."""
         unusable = [rollout for rollout in group.rollouts if not rollout.trainable]
-        why = (r.error or "no reward, or no token that the policy sampled" for r in unusable)
+        none = "no reward, or no token that the policy sampled"
+        why = (cause_of(r.error) if r.error else none for r in unusable)
         return Tally(
             self.groups + 1,
             self.trials + len(group.rollouts),

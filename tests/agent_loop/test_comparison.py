@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from agent_loop.evaluator import bootstrap_interval, paired_difference
+from proxy.run_files.intervals import bootstrap_interval, paired_difference
 
 
 def test_only_tasks_that_both_judged_are_compared() -> None:

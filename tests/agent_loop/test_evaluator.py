@@ -7,9 +7,10 @@ import math
 
 import pytest
 
-from agent_loop.evaluator import EvalConfig, Evaluator, pass_at_k, wilson_interval
+from agent_loop.evaluator import EvalConfig, Evaluator, pass_at_k
 from agent_loop.records import Task
 from proxy.records import SessionKind
+from proxy.run_files.intervals import wilson_interval
 from tests.agent_loop.scripted_loop import ScriptedLoop
 
 TASKS = [Task("a1", {}, "a"), Task("a2", {}, "a"), Task("b1", {}, "b")]

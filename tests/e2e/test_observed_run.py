@@ -42,6 +42,7 @@ def train(folder: Path, collector: str) -> RunFolder:
     settings = {
         "trainer.steps": STEPS,
         "trainer.run_dir": folder / "run",
+        "trainer.preflight_s": 0,  # its spans are those of one more trial
         "rollout.groups_per_step": GROUPS,
         "rollout.group_size": GROUP_SIZE,
         "algorithm.mini_batches": 1,

@@ -1,4 +1,5 @@
-"""Finds settings under which nothing can be learned, by a step on an invented batch.
+"""Finds settings under which nothing can be learned, and parts of your own that do not work, by a
+step on an invented batch.
 
 The batch has two answers, good and bad, of a policy that samples each of them half of the time. As
 many tokens of it are good as are bad, so that a sum over the batch is the expectation over what the
@@ -8,6 +9,7 @@ policy samples: a term whose gradient is 0 here has one of 0 in expectation.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.algorithms.algorithm import Algorithm
 from trainer.algorithms.config import AlgorithmConfig
-from trainer.algorithms.part import FunctionPart
+from trainer.algorithms.part import FunctionPart, NamedPart
 from trainer.batch import Batch, build_batch
 
 REWARDS = ((0.0, 1.0), (-1.0, 1.0), (0.0, 10.0), (0.0, 100.0), (0.0, 1e4), (1.0, 0.0), (1e-3, 0.0))
@@ -54,6 +56,45 @@ def settings_without_effect(config: AlgorithmConfig, group_size: int) -> Iterato
             f"algorithm.distillation.estimator={config.distillation.estimator.name}: its gradient "
             "is 0 in expectation, so that nothing is learned from the teacher; use k2 or k3"
         )
+
+
+def broken_parts(config: AlgorithmConfig, group_size: int) -> Iterator[str]:
+    """A line for the first part of your own that fails on an invented batch, or whose loss has no
+    finite gradient: a wrong call costs no trial. The parts of this package are not tried."""
+    values = (getattr(config, name) for name in type(config).model_fields)
+    own = [each for each in values if isinstance(each, NamedPart) and _is_outside(each)]
+    if not own:
+        return
+    size = min(max(group_size, 1), MAX_GROUP)
+    batch = _batch((0.0, 1.0), size // 2 or 1, size)
+    what = f"on an invented batch of {batch.num_rollouts} rollouts in two groups"
+    algorithm, stage = Algorithm(config), "advantage"
+    try:
+        algorithm.compute_advantages(batch)
+        stage = "loss"
+        gradient = _gradient_of(algorithm, batch)
+    # What the user's code raises has no common type.
+    except Exception as error:  # noqa: BLE001 (it becomes a line for the user)
+        part = next((each for each in own if each is getattr(config, stage)), own[0])
+        yield f"algorithm.{_key_of(config, part)}={part.name} fails {what}: {_told(error)}"
+        return
+    if not math.isfinite(gradient):
+        yield f"algorithm.{stage}={own[0].name}: its gradient {what} is {gradient}"
+
+
+def _is_outside(part: NamedPart) -> bool:
+    return isinstance(part, FunctionPart) or not type(part).__module__.startswith("trainer.")
+
+
+def _key_of(config: AlgorithmConfig, part: NamedPart) -> str:
+    return next(name for name in type(config).model_fields if getattr(config, name) is part)
+
+
+def _told(error: Exception) -> str:
+    """The error with the place where it was raised. Example: "KeyError: 'x' (advantages.py:12)" """
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{' '.join(text.split())[:300]} ({last.filename}:{last.lineno})"
 
 
 def _advice(config: AlgorithmConfig, group_size: int) -> str:
@@ -114,6 +155,11 @@ def _gradient(config: AlgorithmConfig, batch: Batch) -> float:
     """The derivative of the loss by the logit of the good answer."""
     algorithm = Algorithm(config)
     algorithm.compute_advantages(batch)
+    return _gradient_of(algorithm, batch)
+
+
+def _gradient_of(algorithm: Algorithm, batch: Batch) -> float:
+    """The same of a batch that has its advantages."""
     trained = algorithm.trained_sequences(batch)
     if not len(trained):
         return 0.0

@@ -105,6 +105,11 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="--out of an eval")
 
 
+def _status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
 def _trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
@@ -128,6 +133,11 @@ COMMANDS = {
         "Compares evaluations; differences are paired by task.",
         _compare,
         "trainer.commands.compare",
+    ),
+    "status": CommandLine(
+        "Says how a run is doing, why, and what to do next, from its folder.",
+        _status,
+        "trainer.commands.status",
     ),
     "trace": CommandLine(
         "Writes what a run did when as a file that https://ui.perfetto.dev opens.",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from agent_loop.evaluator import paired_difference
 from agent_loop.producers.trial_list import TrialLine, read_lines
+from proxy.run_files.intervals import paired_difference
 from trainer.commands.eval import aligned
 from trainer.commands.runs import reporting
 from trainer.errors import ConfigError

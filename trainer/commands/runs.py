@@ -79,7 +79,7 @@ def _run(words: Sequence[str], configs: Sequence[Path], *, check: bool) -> int:
     if command == "report":
         return _report(rest)
     if command not in ("train", "resume"):
-        raise ConfigError(f"{command!r}: expected key=value, resume RUN or report RUN")
+        raise ConfigError(f"{command!r}: expected key=value, resume RUN, status RUN or report RUN")
     with importing():
         from trainer.start import begin, check_only, resume
 

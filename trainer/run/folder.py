@@ -3,7 +3,7 @@
     config.yaml        the resolved configuration, every key
     metrics.jsonl      one line per step: {"step": …, "time": …, "reward/mean": …, …}
     tensorboard/       the same for TensorBoard
-    summary.json       status, pid, eval.before.success, eval.after.success, wall_s, steps, …
+    summary.json       status, verdict, eval.before.success, eval.after.success, wall_s, steps, …
     report.html        curves, evaluations, trials (also: agentic-train report RUN)
     checkpoints/       step-000010/, …
     buffer.sqlite      groups that wait to be trained (mode `separate`)
@@ -26,6 +26,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -165,7 +166,17 @@ class RunFolder:
         return summary
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        replace_file(self.summary, json.dumps(values, indent=2) + "\n")
+        """A number that is not finite, such as the success of no trial, is null: JSON has none."""
+        text = json.dumps(_finite(values), indent=2, allow_nan=False)
+        replace_file(self.summary, text + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _candidates(wanted: Path) -> Iterator[Path]:

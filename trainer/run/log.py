@@ -16,13 +16,17 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from agent_loop.evaluator import EvalReport, bootstrap_interval, is_judged
+from agent_loop.evaluator import EvalReport, is_judged
 from agent_loop.producers.protocol import Producer, ReportsProduction
-from agent_loop.records import Group, Rollout
+from agent_loop.records import Group, Rollout, RolloutStatus
 from proxy.machine.logs import LogLevel
-from proxy.machine.secrecy import without_secrets
+from proxy.machine.secrecy import flat_config, without_credentials, without_secrets
+from proxy.run_files.evidence import RunRecord
+from proxy.run_files.formats import interval, percent
+from proxy.run_files.intervals import bootstrap_interval
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import remove_steps_after
+from proxy.run_files.verdict import RunVerdict, VerdictJson
 from proxy.settings.extra import extra
 from proxy.settings.section import Common, Section
 from trainer.run.folder import RunFolder
@@ -75,6 +79,8 @@ class LoggingConfig(Section):
 WARNINGS = 50
 """Different warnings that the summary counts one by one."""
 WARNING_CHARS = 500
+UNLOGGED = 1_000
+"""Failed trials that are kept until their step, or the run, ends."""
 
 
 class SeesRun(Protocol):
@@ -107,18 +113,24 @@ class RunLog:
         saved_step: int = 0,
         success_at: float = 1.0,
         machine: str = "",
+        gpus: int | None = None,
         telemetry: str | None = None,
     ) -> None:
         """`steps` is the number of steps of the run. `resolved` is its whole configuration, for the
         services that it is logged to. `saved_step` is the step of the checkpoint that the run
         continues. A trial whose reward is at least `success_at` is a success. `machine` says for
-        readers what the run uses. `telemetry`: where OpenTelemetry's spans and metrics are sent;
-        None: nowhere."""
+        readers what the run uses, and `gpus` how many GPUs. `telemetry`: where OpenTelemetry's
+        spans and metrics are sent; None: nowhere."""
         self.folder = folder
         self.saved_step = saved_step
         self._success_at = success_at
         self._own = config.metrics
         self.summary: dict[str, Any] = folder.read_summary()
+        self._config = dict(flat_config(resolved))
+        self._record = RunRecord(folder.path, success_at)
+        self._unlogged: dict[str, tuple[str, Rollout]] = {}
+        """Failed trials by their ids, with the phase in which they ended."""
+        self._phase = ""
         tracked: dict[str, str] = self.summary.setdefault("tracking", {})
         self.summary.setdefault("warnings", {})
         sinks = _sinks(config, folder, saved_step + 1, tracked, dict(resolved))
@@ -138,11 +150,12 @@ class RunLog:
         if config.token_bytes:
             self._tokens = TokenLog(folder.tokens, config.token_bytes, self.progress.say)
         self._wall_before_s = float(self.summary.get("wall_s", 0.0))
-        self.summary.pop("error", None)  # of the process whose run this one continues
+        for of_the_past in ("error", "verdict"):  # of the process whose run this one continues
+            self.summary.pop(of_the_past, None)
         if made := self.evaluations:  # those of steps that are repeated are, too
             kept = {name: each for name, each in made.items() if each["step"] <= saved_step}
             self.summary["eval"] = kept
-        self._summarise(status="running", pid=os.getpid(), machine=machine)
+        self._summarise(status="running", pid=os.getpid(), machine=machine, gpus=gpus)
 
     @property
     def wall_s(self) -> float:
@@ -163,6 +176,7 @@ class RunLog:
     def phase(self, step: int, name: str, trials: int = 0) -> None:
         """The trainer begins a phase, of which the progress line shows the number of `trials`; 0 if
         it is not known. It ends with the next phase, step or evaluation."""
+        self._phase = name
         self._phases.begin(step, name)
         self._now.begin(step, name, trials)
         self.progress.phase(step, name, trials)
@@ -191,12 +205,15 @@ class RunLog:
             self._telemetry.step(step, metrics, groups)
         self.progress.step(step, metrics)
         self._summarise(steps=step)
+        self._judge()
 
     def trial_ended(self, rollout: Rollout) -> None:
         """Shows in the progress line that a trial has ended."""
         if self._telemetry is not None:
             self._telemetry.trial_ended(rollout)
         self._now.trial(rollout)
+        if rollout.status is RolloutStatus.FAILED and len(self._unlogged) < UNLOGGED:
+            self._unlogged[rollout.trial_id] = self._phase, rollout
         success = rollout.reward is not None and rollout.reward >= self._success_at
         self.progress.trial(success=success, tokens=int(rollout.metrics.get("sampled_tokens", 0)))
 
@@ -216,13 +233,14 @@ class RunLog:
         if self._telemetry is not None:
             self._telemetry.metrics(scores)
         self._log_trials(step, "eval", report.rollouts, evaluation=name)
-        low, high = overall.interval
+        success = f"{percent(overall.success)} (95 % interval {interval(overall.interval)})"
         self.progress.say(
-            f"evaluation {name}: success {overall.success:.3f} (95% {low:.2f} to {high:.2f}), "
+            f"evaluation {name}: success {success if overall.rollouts else 'unknown'}, "
             f"{overall.rollouts} trials of {overall.tasks} tasks, {overall.failed} failed"
         )
         earlier = {other: each for other, each in self.evaluations.items() if other != name}
         self._summarise(eval=earlier | {name: evaluation_summary(step, report)})
+        self._judge()
 
     def report(self, page: Path, transcripts: Sequence[Transcript]) -> None:
         """Gives the services the report of the run, which has ended. A service that does not take
@@ -230,8 +248,33 @@ class RunLog:
         self._metrics.report(page, transcripts)
 
     def finish(self, status: str, **values: Any) -> None:
-        """`status` is `done`, `stopped` or `failed`."""
+        """`status` is `done`, `stopped` or `failed`. May be called again when the processes around
+        the run have ended."""
+        self._phases.end()
+        self._now.close()
+        kinds = {True: "eval", False: "train"}
+        for phase, rollout in list(self._unlogged.values()):
+            kind = kinds[phase.startswith("evaluation")]
+            name = {"evaluation": phase.removeprefix("evaluation ")} if kind == "eval" else {}
+            step = int(self.summary.get("steps", 0)) + (kind == "train")
+            self._log_trials(step, kind, [rollout], **name)
         self._summarise(status=status, **values)
+        self._judge()
+
+    @property
+    def verdict(self) -> VerdictJson | None:
+        """How the run is doing; None before its first step or evaluation has ended."""
+        found: VerdictJson | None = self.summary.get("verdict")
+        return found
+
+    def _judge(self) -> None:
+        """Decides how the run is doing from its folder, and says it if that has changed."""
+        before = None if self.verdict is None else self.verdict["verdict"]
+        evidence = self._record.read()
+        verdict = RunVerdict(self.folder.path, evidence, self.summary, self._config).json()
+        self._summarise(verdict=verdict)
+        if verdict["verdict"] != before:
+            self.progress.say(f"verdict: {verdict['verdict']}. {verdict['sentence']}")
 
     def close(self) -> None:
         """Closes all parts, also if one of them fails; a service that fails is a warning."""
@@ -260,6 +303,7 @@ class RunLog:
 
     def _log_trials(self, step: int, kind: str, rollouts: Iterable[Rollout], **more: str) -> None:
         for rollout in rollouts:
+            self._unlogged.pop(rollout.trial_id, None)
             line = {
                 "step": step,
                 "kind": kind,
@@ -303,6 +347,15 @@ def evaluation_summary(step: int, report: EvalReport) -> dict[str, Any]:
         # Over tasks, because rollouts of one task are not independent.
         values["reward_interval"] = bootstrap_interval([fmean(each) for each in rewards.values()])
     return values
+
+
+def failure_of(error: BaseException | None) -> dict[str, str]:
+    """Why a run failed, for its summary."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is None:
+        return {}
+    return {"error": without_credentials(f"{type(error).__name__}: {error}")[:1000]}
 
 
 def _sinks(

@@ -1,6 +1,6 @@
 """Shows a run's progress: a live line in a terminal, or plain lines elsewhere.
 
-[ 2:39] step  4/24 sampling: 17 of 32 trials, success 0.53, 117 tokens/s, 3:10 left
+[ 2:39] step  4/24 sampling: 17 of 32 trials, success 53 %, 117 tokens/s, 3:10 left
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-SHOWN: tuple[tuple[str, str, str], ...] = (
+from proxy.run_files.formats import percent
+
+SHOWN: tuple[tuple[str, str, str | Callable[[float], str]], ...] = (
     ("reward/mean", "reward", "{:.3f}"),
-    ("rollout/success", "success", "{:.2f}"),
+    ("rollout/success", "success", percent),
     ("mismatch/logp_abs_mean", "mismatch", "{:.1e}"),
     ("staleness/mean", "staleness", "{:.2f}"),
     ("sft/loss", "loss", "{:.4f}"),
@@ -25,7 +27,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
     ("time/step_s", "s/step", "{:.1f}"),
 )
-"""The columns of a step's line: metric, short name, format."""
+"""The columns of a step's line: metric, short name, format or what formats it."""
 
 REFRESH_PER_S = 2.0
 """Often enough for a clock that shows seconds; each refresh takes about a millisecond."""
@@ -59,7 +61,7 @@ class Phase:
         parts = [f"{self.name}: {self.ended}{of_all} trials"]
         if self.ended:
             seconds = max(time.monotonic() - self.started, 1e-3)
-            parts.append(f"success {self.successes / self.ended:.2f}")
+            parts.append(f"success {percent(self.successes / self.ended)}")
             parts.append(f"{self.tokens / seconds:,.0f} tokens/s")
         return ", ".join(parts)
 
@@ -107,7 +109,7 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step_ends.append(time.monotonic())
         shown = [
-            f"{label} {form.format(metrics[name])}"
+            f"{label} {form(metrics[name]) if callable(form) else form.format(metrics[name])}"
             for name, label, form in SHOWN
             if name in metrics
         ]

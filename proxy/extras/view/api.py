@@ -84,7 +84,7 @@ class ViewApi:
         self._runs = RecordedRuns() if runs is None else runs
         self._rules = rules
         self._record_state = state
-        self._feed = LiveFeed(browser, self._whole_state)
+        self._feed = LiveFeed(browser, self._whole_state, self._runs.ends)
         self._owners = {
             type(owner): owner
             for owner in (

@@ -35,13 +35,17 @@ class Page(Extra):
             AdminKeys(config),
             secure=(config.public_url or "").startswith("https:"),
         )
+        runs = RecordedRuns([] if config.run is None else [config.run], config.published_runs)
         self._api = ViewApi(
             lambda: store.browser,
             access,
             self._state,
             lambda: core.rendering.tokenizer,
-            RecordedRuns([] if config.run is None else [config.run], config.published_runs),
+            runs,
             rules=config.rules or [],
+        )
+        core.metrics.states(
+            "run_verdict", "How a training run is doing", ("run", "verdict"), runs.verdicts
         )
 
     async def serve(self, route: Route, request: web.Request) -> web.StreamResponse:

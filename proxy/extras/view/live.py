@@ -9,12 +9,13 @@ process, several processes, several machines, and a store that nobody writes to 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
 from proxy.errors import RequestError
 from proxy.extras.view.answers import StateJson
+from proxy.extras.view.run_answers import EndOfRun
 from proxy.extras.view.summaries import recent_json
 from proxy.http.valid_json import write_json
 from proxy.store.browser import Browser, Position
@@ -30,10 +31,17 @@ BATCH = 500
 class LiveFeed:
     """The streams of all readers of this process."""
 
-    def __init__(self, browser: Callable[[], Browser], state: Callable[[], StateJson]) -> None:
-        """`state` returns what is sent besides the record: the engines."""
+    def __init__(
+        self,
+        browser: Callable[[], Browser],
+        state: Callable[[], StateJson],
+        ends: Callable[[], Mapping[str, EndOfRun]],
+    ) -> None:
+        """`state` returns what is sent besides the record: the engines. `ends`: the runs as they
+        are when the streams end, because their readers cannot ask any more."""
         self._browser = browser
         self._state = state
+        self._ends = ends
         self._closing = asyncio.Event()
         self._readers = 0
 
@@ -86,7 +94,17 @@ class LiveFeed:
             full = max(len(recent.begun), len(recent.answered), len(recent.events)) >= BATCH
             if not full:
                 await self._pause()
+        if self._closing.is_set():
+            await self._end(response, position)
         return response
+
+    async def _end(self, response: web.StreamResponse, position: Position | None) -> None:
+        """The last events: what was recorded since, and how each run has ended."""
+        recent = await self._browser().recent(position, BATCH)
+        await response.write(b"data: %b\n\n" % write_json(recent_json(recent)))
+        await response.write(b"event: state\ndata: %b\n\n" % write_json(self._state()))
+        ends = await asyncio.to_thread(self._ends)
+        await response.write(b"event: end\ndata: %b\n\n" % write_json(ends))
 
     async def _pause(self) -> None:
         """Until the next poll, or until the streams end."""

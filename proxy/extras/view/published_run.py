@@ -20,12 +20,12 @@ import numpy.typing as npt
 import yaml
 
 from proxy.errors import RequestError, SessionError, StoreError
-from proxy.extras.view.json_lines import lines_before
 from proxy.extras.view.publishing import PublishedSummary, StepTokens
 from proxy.extras.view.run_answers import NowJson
 from proxy.http.valid_json import write_json
 from proxy.machine.secrecy import without_secrets
 from proxy.run_files.files import replace_file, truncate_jsonl
+from proxy.run_files.json_lines import lines_before
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import PLACES, VALUES, TokenSteps, remove_steps_after
 

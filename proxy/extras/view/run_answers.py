@@ -13,6 +13,8 @@ from typing_extensions import TypedDict
 
 from proxy.http.openapi import CLOSED, OPEN
 from proxy.records.binary import MarkFields
+from proxy.run_files.trial_files import FilePiece
+from proxy.run_files.verdict import VerdictJson
 
 
 @with_config(CLOSED)
@@ -54,6 +56,9 @@ class RunStamps(TypedDict):
     """A run, and what changes when one of its files does: the file's inode and size."""
 
     name: str
+    folder: str
+    running: bool
+    """Whether its process lives and has not said that the run has ended."""
     metrics: list[int]
     trials: list[int]
     summary: list[int]
@@ -97,14 +102,20 @@ class RunJson(TypedDict):
     """Answer of `GET /view/run`: a run at a glance."""
 
     name: str
+    folder: str
+    """By which `agentic-proxy view` opens it."""
     status: str | None
     """`killed` if the process ended without saying so."""
+    verdict: VerdictJson | None
+    """None for an evaluation, in which nothing is trained."""
     steps: int | None
     policy_version: int | None
     wall_s: float | None
     tokens_sampled: int | None
     tokens_trained: int | None
     machine: str | None
+    gpus: int | None
+    """Number of GPUs of the machine; null if it is not known."""
     error: str | None
     warnings: dict[str, int] | None
     evaluations: list[EvaluationJson]
@@ -121,6 +132,15 @@ class MetricsPage(TypedDict):
     """The parameter `from` that goes on."""
     file: int
     """The file's inode: another one is another file."""
+
+
+@with_config(CLOSED)
+class EndOfRun(TypedDict):
+    """A run in the last event of a page's stream: what changed after its reader asked last."""
+
+    run: RunJson
+    lines: list[tuple[int, dict[str, Any]]]
+    """The last lines of `metrics.jsonl`, each with the byte at which it begins."""
 
 
 @with_config(CLOSED)
@@ -160,11 +180,6 @@ class StepTrials(TypedDict):
 
     step: int
     trials: list[TrialJson]
-
-
-FilePiece = TypedDict("FilePiece", {"name": str, "text": str, "from": int, "bytes": int})
-"""Answer of `GET /view/run/file`: a piece of a trial's file. `from`: the byte at which it begins,
-and so the parameter `before` of the piece before it; `bytes`: size of the file."""
 
 
 @with_config(CLOSED)

@@ -6,21 +6,16 @@ may be that of a run that is still going on, or of another trainer that writes t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import yaml
 
-from proxy.extras.view.json_lines import (
-    Line,
-    last_line_with,
-    lines_after,
-    lines_before,
-    lines_of_step,
-)
 from proxy.extras.view.run_answers import (
+    EndOfRun,
     EvaluationJson,
     MetricsPage,
     NowJson,
@@ -31,12 +26,21 @@ from proxy.extras.view.run_answers import (
     TrialJson,
 )
 from proxy.extras.view.run_tokens import RunTokens
-from proxy.extras.view.trial_files import TrialFiles
 from proxy.extras.view.trial_filter import TrialFilter
 from proxy.extras.view.typed_fields import as_type, fitting
 from proxy.http.valid_json import read_json, valid_json
 from proxy.machine.file_lock import is_locked
 from proxy.machine.secrecy import MAX_CHARS, flat_config
+from proxy.run_files.evidence import RunRecord
+from proxy.run_files.json_lines import (
+    Line,
+    last_line_with,
+    lines_after,
+    lines_before,
+    lines_of_step,
+)
+from proxy.run_files.trial_files import TrialFiles
+from proxy.run_files.verdict import RunVerdict, VerdictJson
 from proxy.store import open_store
 from proxy.store.browser import Browser
 
@@ -46,6 +50,8 @@ NOW_BYTES = 64 * 2**10
 """`agentic-train` writes less than 4 KiB."""
 NOW_ERRORS = 20
 MAX_SOURCES = 50
+LAST_LINES = 50
+"""Lines of metrics in the last event: more than a run writes between two requests."""
 STEP_TRIALS = 5_000
 """Trials of one step in one answer."""
 _TRIAL_FIELDS = [name for name in TrialJson.__annotations__ if name != "marks"]
@@ -60,6 +66,8 @@ class RecordedRun:
         self.published = published
         self.name = path.resolve().name
         self.tokens = RunTokens(path / "tokens")
+        self._record: RunRecord | None = None
+        self._judging = Lock()
 
     @property
     def sessions(self) -> Path:
@@ -77,11 +85,24 @@ class RecordedRun:
         """What changes when a file does: a reader of the page then asks for what is new."""
         return {
             "name": self.name,
+            "folder": self.folder,
+            "running": self._runs(),
             "metrics": _stamp(self.path / "metrics.jsonl"),
             "trials": _stamp(self.path / "trials.jsonl"),
             "summary": _stamp(self.path / "summary.json"),
             "now": self._now(),
         }
+
+    @property
+    def folder(self) -> str:
+        """By which it is opened from any working folder."""
+        return str(self.path.absolute())
+
+    def _runs(self) -> bool:
+        """Asked once per second and reader: the lock is tried before the summary is read."""
+        if not (self.published or is_locked(self.path / "run.lock")):
+            return False
+        return _object(self.path / "summary.json", read_json).get("status") == "running"
 
     def _now(self) -> NowJson | None:
         """Read once per second and reader: a file of another form or size is left out."""
@@ -104,15 +125,19 @@ class RecordedRun:
         if summary.get("status") == "running" and not lives:
             summary["status"] = "killed"
         found = written.get("eval")
+        config = dict(flat_config(_yaml(self.path / "config.yaml")))
         return {
             "name": self.name,
+            "folder": self.folder,
             "status": summary.get("status"),
+            "verdict": self._verdict(summary, config),
             "steps": summary.get("steps"),
             "policy_version": summary.get("policy_version"),
             "wall_s": summary.get("wall_s"),
-            "tokens_sampled": summary.get("tokens_sampled"),
+            "tokens_sampled": summary.get("tokens_sampled") or self._sampled(),
             "tokens_trained": summary.get("tokens_trained"),
             "machine": summary.get("machine"),
+            "gpus": summary.get("gpus"),
             "error": summary.get("error"),
             "warnings": summary.get("warnings"),
             "evaluations": [
@@ -120,8 +145,30 @@ class RecordedRun:
                 for name, result in (found if isinstance(found, dict) else {}).items()
                 if isinstance(result, dict)
             ],
-            "config": dict(flat_config(_yaml(self.path / "config.yaml"))),
+            "config": config,
         }
+
+    def _verdict(self, summary: Mapping[str, Any], config: Mapping[str, str]) -> VerdictJson | None:
+        """How the run is doing, from the lines that were added since it was asked last."""
+        with self._judging:
+            if self._record is None:
+                self._record = RunRecord(self.path, _number(config.get("eval.success_at"), 1.0))
+            evidence = self._record.read()
+            if summary.get("status") is None and not evidence.measures:
+                return None
+            now = self._now() if summary.get("status") == "running" else None
+            folder = self.path.absolute()
+            return RunVerdict(folder, evidence, summary, config, now=dict(now or {})).json()
+
+    def _sampled(self) -> int | None:
+        """Number of sampled tokens of all trials, evaluations included."""
+        return None if self._record is None else self._record.sampled_tokens or None
+
+    def end(self) -> EndOfRun:
+        """The run for a reader who cannot ask any more."""
+        path = self.path / "metrics.jsonl"
+        found, _ = lines_before(path, None, lambda _: True, LAST_LINES)
+        return {"run": self.summary(), "lines": found[::-1]}
 
     def metrics(self, start: int) -> MetricsPage:
         """The metrics after a byte of the file, and the byte to go on from."""
@@ -210,6 +257,13 @@ def _stamp(path: Path) -> list[int]:
     except OSError:
         return [0, 0]
     return [found.st_ino, found.st_size]
+
+
+def _number(text: str | None, otherwise: float) -> float:
+    try:
+        return float(text) if text is not None else otherwise
+    except ValueError:
+        return otherwise
 
 
 def _yaml(path: Path) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from proxy.extras.view.json_answer import HEADERS, answer
 from proxy.extras.view.parameters import COUNT, NUMBER, RUN, SESSION, SET, TEXT, up_to
 from proxy.extras.view.query import count, session_id, trial_filter
 from proxy.extras.view.run_answers import (
-    FilePiece,
     MetricsPage,
     RunJson,
     StepTrials,
@@ -25,9 +24,9 @@ from proxy.extras.view.run_answers import (
 from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.runs import RecordedRuns
 from proxy.extras.view.trace import trace_pieces
-from proxy.extras.view.trial_files import AGENT_FILES, VERIFIER_FILES
 from proxy.http.route import Who, route
 from proxy.records.binary import MarkFields, mark_fields
+from proxy.run_files.trial_files import AGENT_FILES, VERIFIER_FILES, FilePiece
 from proxy.store.browser import Browser
 
 PIECE_TRIALS = 50_000

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from proxy.errors import ConfigurationError, SessionError
 from proxy.extras.view.published_run import PublishedRuns
-from proxy.extras.view.run_answers import RunStamps
+from proxy.extras.view.run_answers import EndOfRun, RunStamps
 from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.run_tokens import TrialTokens
 from proxy.store.browser import Browser
@@ -92,6 +92,16 @@ class RecordedRuns(Mapping[str, RecordedRun]):
 
     def state(self) -> list[RunStamps]:
         return [run.stamps() for run in self._all().values()]
+
+    def verdicts(self) -> Iterator[tuple[str, str]]:
+        """Run and verdict, of those that have one."""
+        for name, run in self._all().items():
+            if (verdict := run.summary()["verdict"]) is not None:
+                yield name, verdict["verdict"]
+
+    def ends(self) -> dict[str, EndOfRun]:
+        """The runs of this process, for readers whose stream ends."""
+        return {name: run.end() for name, run in self._runs.items()}
 
     def _here(self, run: RecordedRun) -> bool:
         return run is self._first or run.published

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from proxy.extras.view.json_lines import Line, lines_after
 from proxy.records import FinishReason, Session
+from proxy.run_files.json_lines import Line, lines_after
 from proxy.store.browser import Browser, SessionPage, SessionSummary, TurnHead
 
 Event = dict[str, Any]

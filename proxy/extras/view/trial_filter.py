@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.extras.view.json_lines import Line
+from proxy.run_files.json_lines import Line
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.policy_losses import LOSSES
 from trainer.algorithms.presets import PRESETS
-from trainer.algorithms.probe import settings_without_effect
+from trainer.algorithms.probe import broken_parts, settings_without_effect
 
 
 def found(group_size: int = 8, **settings: Any) -> list[str]:
@@ -80,3 +80,44 @@ def test_k1_in_the_loss_is_refused_because_its_gradient_is_0_in_expectation(esti
         advantage="none", distillation={"teacher": "t", "estimator": estimator, "coefficient": 1}
     )
     assert bool(distilled) == (estimator == "k1")
+
+
+OWN = "tests.trainer.algorithms.test_probe"
+
+
+def centred(returns: Any) -> Any:
+    return returns.centred(lambda values, group, tokens: values.mean().expand_as(values))
+
+
+def misspelt(returns: Any) -> Any:
+    return returns.centered(1)
+
+
+def of_one_token(returns: Any) -> Any:
+    return returns.share[:1]
+
+
+def without_gradient(logprobs: Any, prox: Any, advantages: Any, sequence: Any) -> Any:
+    return (advantages * prox).detach()
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"advantage": f"{OWN}:misspelt"}, "has no attribute 'centered'"),
+        ({"advantage": f"{OWN}:of_one_token"}, "must return one advantage for each token"),
+        ({"loss": f"{OWN}:without_gradient"}, "does not require grad"),
+    ],
+)
+def test_own_parts_that_fail_are_found_on_an_invented_batch(
+    section: dict[str, Any], said: str
+) -> None:
+    (problem,) = broken_parts(AlgorithmConfig(**section), 8)
+    assert said in problem
+    (key, name) = next(iter(section.items()))
+    assert problem.startswith(f"algorithm.{key}={name} fails on an invented batch")
+
+
+def test_own_parts_that_work_are_accepted() -> None:
+    assert list(broken_parts(AlgorithmConfig(advantage=f"{OWN}:centred"), 8)) == []
+    assert list(broken_parts(AlgorithmConfig(), 8)) == []

@@ -47,7 +47,7 @@ def test_live_line_counts_trials_success_tokens_and_the_time_left(clock: Clock) 
     for success in (True, False):
         progress.trial(success=success, tokens=100)
     assert str(progress.line()) == (
-        "[  1:04] step  3/20 sampling: 2 of 8 trials, success 0.50, 50 tokens/s, 8:56 left"
+        "[  1:04] step  3/20 sampling: 2 of 8 trials, success 50 %, 50 tokens/s, 8:56 left"
     )
 
 

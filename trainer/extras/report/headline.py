@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_loop.evaluator import Difference
+from proxy.run_files.formats import duration, percent, points
+from proxy.run_files.verdict import VerdictJson
 from trainer.extras.report.series import SeenMetrics, is_number
 from trainer.extras.report.trials import SeenTrials
 
-SIGNIFICANT = 0.05
 AGENT_KEYS = (
     *("remote_agent.harbor.agent_name", "remote_agent.harbor.agent_import_path"),
     "remote_agent.command.argv",
@@ -41,6 +41,8 @@ class Headline:
     title: str
     sentences: Sequence[str]
     tiles: Sequence[Tile]
+    verdict: VerdictJson | None = None
+    """None for an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ def headline(facts: Facts) -> Headline:
         title,
         [each for each in (_what(facts), _result(facts), ending) if each and each != title],
         _tiles(facts),
+        facts.summary["verdict"],
     )
 
 
@@ -105,7 +108,7 @@ def _title(facts: Facts) -> str:
     shown, difference = facts.evaluations, facts.seen.difference
     if len(shown) > 1:
         before, after = (percent(each["success"]) for each in (shown[0], shown[-1]))
-        if difference is None or not is_significant(difference):
+        if difference is None or not difference.is_significant:
             return f"Held-out success: {before} before, {after} after; no significant difference"
         if (difference.mean > 0) != (shown[-1]["success"] > shown[0]["success"]):
             return f"Held-out success: {before} before, {after} after, partly of other tasks"
@@ -129,7 +132,7 @@ def _what(facts: Facts) -> str:
     model = facts.setting("model.path") or "a model"
     tasks, steps = facts.named(TASK_KEYS, "data.train_sources"), facts.summary["steps"]
     where = f" on {facts.machine}" if facts.machine else ""
-    took = f" The run took {duration(facts.summary['wall_s'])}{where}."
+    took = f" The run took {_took(facts.summary['wall_s'])}{where}."
     if any(key.startswith("sft.") for key in facts.summary["config"]):
         source = f" recorded in {tasks}" if tasks else ""
         return f"{model} was trained by imitation of answers{source}, in {steps or 0} steps.{took}"
@@ -162,6 +165,9 @@ def _groups(facts: Facts) -> str:
 
 def _result(facts: Facts) -> str:
     shown, difference = facts.evaluations, facts.seen.difference
+    if not shown and (made := facts.summary["evaluations"]):
+        failed = sum(each.get("failed") or 0 for each in made)
+        return f"No trial on held-out tasks was judged: {failed} failed."
     if not shown:
         return "There was no evaluation on held-out tasks."
     first = shown[0]
@@ -175,7 +181,7 @@ def _result(facts: Facts) -> str:
     if difference is None or not difference.tasks:
         return sentence + " No task was judged in both evaluations, so they cannot be compared."
     low, high = difference.interval
-    significant = "is significant" if is_significant(difference) else "is not significant"
+    significant = "is significant" if difference.is_significant else "is not significant"
     return sentence + (
         f" On the {difference.tasks} tasks that both judged, the difference is "
         f"{points(difference.mean)} points (95 % interval {points(low)} to {points(high)}); "
@@ -215,13 +221,8 @@ def _tiles(facts: Facts) -> list[Tile]:
         return [*tiles, Tile("Trials", f"{trials:,}")]
     steps = str(facts.summary["steps"] or 0)
     tiles.append(Tile("Steps", steps, f"{trials:,} trials" if trials else ""))
-    tiles.append(Tile("Time", duration(facts.summary["wall_s"]), facts.machine))
+    tiles.append(Tile("Time", _took(facts.summary["wall_s"]), facts.machine))
     return tiles
-
-
-def is_significant(difference: Difference) -> bool:
-    low, high = difference.interval
-    return difference.p_value < SIGNIFICANT and (low > 0 or high < 0)
 
 
 def _tasks(evaluation: Mapping[str, Any]) -> Any:
@@ -240,20 +241,5 @@ def _interval(evaluation: Mapping[str, Any]) -> str:
     return " to ".join(map(percent, bounds))
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def points(difference: float) -> str:
-    """In percentage points. Example: points(0.4375) == "+44" """
-    return f"{100 * difference:+.0f}".replace("-", "\N{MINUS SIGN}")
-
-
-def duration(seconds: Any) -> str:
-    if not is_number(seconds):
-        return "an unknown time"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
+def _took(seconds: Any) -> str:
+    return duration(seconds) if is_number(seconds) else "an unknown time"

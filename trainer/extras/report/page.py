@@ -23,10 +23,11 @@ from typing import Any
 from proxy.errors import ConfigurationError
 from proxy.extras.view.one_script import one_script
 from proxy.extras.view.pages import file_text
-from proxy.extras.view.run_answers import EvaluationJson
+from proxy.extras.view.run_answers import EvaluationJson, RunJson
 from proxy.extras.view.run_folder import RecordedRun
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.run_files.files import replace_file
+from proxy.run_files.verdict import VerdictJson, Word
 from proxy.store import open_store
 from trainer.extras.report.headline import Facts, Headline, headline
 from trainer.extras.report.pairs import pairs_json
@@ -74,7 +75,9 @@ def write_report(folder: RunFolder) -> Report:
             "metrics": {name: list(each.points()) for name, each in metrics.series.items()},
             "left_out": len(metrics.left_out),
         },
-        "troubles": troubles(folder.path, seen, metrics, summary, max_staleness),
+        "troubles": troubles(
+            folder.path, seen, metrics, summary, max_staleness, lacks_signal=_lacks_signal(summary)
+        ),
         "pairs": pairs,
         "pairs_note": note,
         "config": dict(list(settings.items())[:SETTINGS]),
@@ -84,6 +87,12 @@ def write_report(folder: RunFolder) -> Report:
     replace_file(folder.report, _html(run.name, summary["status"], head, data))
     shown = {side["trial"]["trial_id"]: side for pair in pairs for side in pair["sides"]}
     return Report(folder.report, tuple(map(as_text, shown.values())))
+
+
+def _lacks_signal(summary: RunJson) -> bool:
+    """Whether steps without a signal went wrong; they did not where the tasks were solved."""
+    verdict = summary["verdict"]
+    return verdict is None or verdict["verdict"] not in (Word.LEARNING, Word.ALREADY_SOLVED)
 
 
 async def _pairs(
@@ -136,6 +145,7 @@ def _html(name: str, status: str | None, head: Headline, data: dict[str, Any]) -
 <p class="of-run quiet">{head.kind} <bdi>{_text(name)}</bdi>
 <span class="tag status-{shown}">{shown}</span></p>
 <h1>{_text(head.title)}</h1>
+{_verdict(head.verdict)}
 <div class="sentences">{sentences}</div>
 <ul class="tiles">{tiles}</ul>
 <div id="report"><noscript><p>Curves and transcripts need JavaScript, which this file contains:
@@ -146,6 +156,21 @@ open it in a browser.</p></noscript></div>
 </body>
 </html>
 """
+
+
+def _verdict(verdict: VerdictJson | None) -> str:
+    if verdict is None:
+        return ""
+    word = verdict["verdict"].replace(" ", "-")
+    steps = "".join(
+        f"<li>{_text(each['what'])}: <code>{_text(each['command'])}</code></li>"
+        for each in verdict["next"]
+    )
+    return (
+        f'<section class="verdict verdict-{word}"><p><strong>{_text(verdict["verdict"])}</strong> '
+        f"{_text(verdict['sentence'])}</p><p>Cause: {_text(verdict['cause'])}</p>"
+        f'<ul class="next">{steps}</ul></section>'
+    )
 
 
 def _digest(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from proxy.extras.view.json_lines import every_line
+from proxy.run_files.json_lines import every_line
 
 MAX_STRETCHES = 128
 """Stretches of steps per metric: about one for each 3 pixels of a curve."""

@@ -11,13 +11,12 @@ from typing import Any
 
 from proxy.extras.view.answers import TokensPage
 from proxy.extras.view.bounded import turn_json
-from proxy.extras.view.run_answers import FilePiece
 from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.session_turns import SessionTurns
-from proxy.extras.view.trial_files import VERIFIER_FILES, TrialFiles
 from proxy.extras.view.turn_tokens import TurnTokens, turn_tokens
 from proxy.records import EMPTY_IDS, Ids, Turn
 from proxy.rendering.tokenizer import Tokenizer
+from proxy.run_files.trial_files import VERIFIER_FILES, FilePiece, TrialFiles
 from proxy.store.browser import Browser, TurnHead
 from proxy.token_tree.paths import common_prefix
 from trainer.extras.report.trials import Trial

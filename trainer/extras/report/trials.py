@@ -6,24 +6,23 @@ Invariant: memory grows with the number of different tasks, not with the number 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_loop.evaluator import Difference, paired_difference, wilson_interval
 from agent_loop.records import RolloutStatus
-from proxy.extras.view.json_lines import every_line
 from proxy.extras.view.run_answers import EvaluationJson
 from proxy.extras.view.run_folder import trial_fields
 from proxy.machine.secrecy import without_credentials
+from proxy.run_files.causes import cause_of
+from proxy.run_files.intervals import Difference, paired_difference, wilson_interval
+from proxy.run_files.json_lines import every_line
 from trainer.extras.report.series import is_number
 
 MAX_CAUSES = 20
 """Different causes of failed trials that are counted one by one; the others together."""
-MAX_CAUSE_CHARS = 120
 
 Trial = dict[str, Any]
 """A line of trials.jsonl as `trial_fields` returns it, with texts and numbers where they belong."""
@@ -136,8 +135,7 @@ class SeenTrials:
             self.last.tasks.setdefault(task, TaskTrials()).add(trial, success=success)
 
     def _add_failed(self, trial: Trial) -> None:
-        first_line = (trial["error"] or "no error was recorded").strip().partition("\n")[0]
-        cause = re.sub(r"\d+", "#", first_line)[:MAX_CAUSE_CHARS]
+        cause = cause_of(trial["error"])
         if cause not in self.causes and len(self.causes) >= MAX_CAUSES:
             cause = "other causes"
         self.causes.setdefault(cause, Failures(0, trial)).count += 1

@@ -27,9 +27,13 @@ def troubles(
     metrics: SeenMetrics,
     summary: Mapping[str, Any],
     max_staleness: float,
+    *,
+    lacks_signal: bool = True,
 ) -> list[dict[str, Any]]:
-    """As JSON (`Report.troubles` of the page); empty if nothing did."""
-    found = [*_warnings(summary), *_trials(seen), *_steps(metrics, max_staleness)]
+    """As JSON (`Report.troubles` of the page); empty if nothing did. `lacks_signal`: whether steps
+    without a signal are among it."""
+    found = [*_warnings(summary), *_trials(seen)]
+    found += _steps(metrics, max_staleness, lacks_signal=lacks_signal)
     logs = sorted((run / "logs").glob("*.log")) if (run / "logs").is_dir() else []
     return [*found, *(each for path in logs[:50] for each in _errors(path))]
 
@@ -69,9 +73,11 @@ def _trials(seen: SeenTrials) -> list[dict[str, Any]]:
     return found
 
 
-def _steps(metrics: SeenMetrics, max_staleness: float) -> list[dict[str, Any]]:
+def _steps(
+    metrics: SeenMetrics, max_staleness: float, *, lacks_signal: bool
+) -> list[dict[str, Any]]:
     found = []
-    if metrics.without_signal:
+    if metrics.without_signal and lacks_signal:
         of = (
             f"of {metrics.trained_steps} steps: the rewards that are compared were equal, so that "
             "every advantage was 0 and nothing was learnt"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from proxy.extras.view.run_folder import RecordedRun
-from proxy.extras.view.trial_files import TrialFiles
 from proxy.rendering.rendering import Rendering
+from proxy.run_files.trial_files import TrialFiles
 from proxy.store import open_store
 from tests.proxy.conftest import StartProxy
 from tests.trainer.extras.report.written import report_data, trial, write_run

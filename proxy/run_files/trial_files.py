@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from proxy.extras.view.run_answers import FilePiece
+from typing_extensions import TypedDict
 
 AGENT_FILES = ("agent.log",)
 VERIFIER_FILES = (
@@ -25,6 +25,10 @@ PIECE_BYTES = 64_000
 """Of a file when the reader asks for more."""
 _CHARACTER_BYTES = 4
 """Of the longest character in UTF-8."""
+
+FilePiece = TypedDict("FilePiece", {"name": str, "text": str, "from": int, "bytes": int})
+"""Answer of `GET /view/run/file`: a piece of a trial's file. `from`: the byte at which it begins,
+and so the parameter `before` of the piece before it; `bytes`: size of the file."""
 
 
 class TrialFiles:

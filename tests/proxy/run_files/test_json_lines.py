@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.extras.view import json_lines
-from proxy.extras.view.json_lines import last_line_with, lines_after, lines_before, lines_of_step
+from proxy.run_files import json_lines
+from proxy.run_files.json_lines import last_line_with, lines_after, lines_before, lines_of_step
 
 
 def write(path: Path, steps: list[int], tail: str = "") -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.extras.view.trial_files import AGENT_FILES, TrialFiles
+from proxy.run_files.trial_files import AGENT_FILES, TrialFiles
 
 
 @pytest.mark.parametrize("most", [5, 7, 64])
