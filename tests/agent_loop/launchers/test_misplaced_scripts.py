@@ -38,8 +38,8 @@ def test_relative_scripts_of_agents_are_refused(
 def test_a_relative_script_of_a_verifier_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match="verifier.argv: 'agent.py'"):
-        verifier = {"argv": ["python", "agent.py"]}
+    verifier = {"argv": ["python", "agent.py"]}
+    with pytest.raises(ConfigurationError, match=r"verifier.argv: 'agent.py'"):
         check(monkeypatch, tmp_path, command={"argv": ["true"]}, verifier=verifier)
 
 

@@ -58,7 +58,7 @@ async def test_own_filters_and_metrics_are_called_with_the_first_trial(tmp_path:
         return bool(group.rollouts[0].metrics["speed"] > 1)
 
     loop = Trials()
-    with pytest.raises(TrainingError, match="a part of your own failed .* KeyError: 'speed'"):
+    with pytest.raises(TrainingError, match=r"a part of your own failed .* KeyError: 'speed'"):
         await preflight(loop, tmp_path, wants).run(0)
     assert loop.tried == ["broken"]
 
