@@ -26,7 +26,7 @@ from proxy.run_files.formats import interval, percent
 from proxy.run_files.intervals import bootstrap_interval
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import remove_steps_after
-from proxy.run_files.verdict import RunVerdict, VerdictJson
+from proxy.run_files.verdict import RunVerdict, VerdictJson, Word
 from proxy.settings.extra import extra
 from proxy.settings.section import Common, Section
 from trainer.run.folder import RunFolder
@@ -273,7 +273,7 @@ class RunLog:
         evidence = self._record.read()
         verdict = RunVerdict(self.folder.path, evidence, self.summary, self._config).json()
         self._summarise(verdict=verdict)
-        if verdict["verdict"] != before:
+        if verdict["verdict"] not in (before, Word.TOO_EARLY):
             self.progress.say(f"verdict: {verdict['verdict']}. {verdict['sentence']}")
 
     def close(self) -> None:

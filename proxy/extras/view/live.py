@@ -35,7 +35,7 @@ class LiveFeed:
         self,
         browser: Callable[[], Browser],
         state: Callable[[], StateJson],
-        ends: Callable[[], Mapping[str, EndOfRun]],
+        ends: Callable[[], Mapping[str, EndOfRun]] = dict,
     ) -> None:
         """`state` returns what is sent besides the record: the engines. `ends`: the runs as they
         are when the streams end, because their readers cannot ask any more."""

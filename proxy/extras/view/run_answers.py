@@ -163,6 +163,10 @@ class TrialJson(TypedDict):
     seconds: float | None
     error: str | None
     marks: NotRequired[list[MarkFields]]
+    advantage: NotRequired[float | None]
+    """Mean over its tokens, in the step that had it; null if no step that is kept had it."""
+    trained_tokens: NotRequired[int | None]
+    """Number of its tokens that the step trained."""
 
 
 @with_config(CLOSED)

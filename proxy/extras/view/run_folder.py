@@ -54,7 +54,11 @@ LAST_LINES = 50
 """Lines of metrics in the last event: more than a run writes between two requests."""
 STEP_TRIALS = 5_000
 """Trials of one step in one answer."""
-_TRIAL_FIELDS = [name for name in TrialJson.__annotations__ if name != "marks"]
+_TRIAL_FIELDS = [
+    name
+    for name in TrialJson.__annotations__
+    if name not in ("marks", "advantage", "trained_tokens")
+]
 
 
 class RecordedRun:
@@ -75,11 +79,22 @@ class RecordedRun:
         return self.path / "sessions.db"
 
     @property
-    def model(self) -> Path | None:
-        """The folder of the model that it trains."""
+    def base_model(self) -> str | None:
+        """The model with which the run began, as its configuration names it."""
         section = _yaml(self.path / "config.yaml").get("model")
         path = section.get("path") if isinstance(section, dict) else None
-        return Path(path) if isinstance(path, str) and Path(path).is_dir() else None
+        return path if isinstance(path, str) else None
+
+    @property
+    def model(self) -> Path | None:
+        """A folder with the tokenizer of the model that it trains: that of its own last checkpoint,
+        which travels with the run, or else the model that it began with."""
+        checkpoints = sorted(self.path.glob("checkpoints/step-*/model"), reverse=True)
+        own = next((each for each in checkpoints if (each / "tokenizer.json").is_file()), None)
+        if own is not None:
+            return own
+        path = self.base_model
+        return Path(path) if path is not None and Path(path).is_dir() else None
 
     def stamps(self) -> RunStamps:
         """What changes when a file does: a reader of the page then asks for what is new."""
@@ -186,7 +201,13 @@ class RecordedRun:
     def step(self, step: int) -> StepTrials:
         """The trials of a step: those that it trained, and those of evaluations after it."""
         found = lines_of_step(self.path / "trials.jsonl", step, STEP_TRIALS)
-        return {"step": step, "trials": [trial_fields(line) for line in found]}
+        trials = [trial_fields(line) for line in found]
+        for trial in trials:
+            if trial["kind"] == "train":
+                tokens = self.tokens.of(trial["trial_id"] or "")
+                trial["advantage"] = None if tokens is None else tokens.advantage
+                trial["trained_tokens"] = None if tokens is None else tokens.trained
+        return {"step": step, "trials": trials}
 
     def trial(self, trial_id: str) -> TrialJson | None:
         """None if it has not ended."""

@@ -39,6 +39,18 @@ class TrialTokens:
     """Turn and position of each token as one number."""
     columns: dict[str, npt.NDArray[Any]]
 
+    @property
+    def trained(self) -> int:
+        """Number of tokens that the step trained, as far as it says which."""
+        trained = self.columns.get("trained")
+        return len(self.keys) if trained is None else int(trained.sum())
+
+    @property
+    def advantage(self) -> float | None:
+        """Mean over the tokens; None if the step does not have it."""
+        column = self.columns.get("advantages")
+        return None if column is None or not len(column) else _plain(float(column.mean()))
+
     def page(self, spans: Sequence[TokenSpan], start: int, end: int) -> TrainedTokens:
         """The columns for the tokens `[start, end)` of a path, None where the trainer did not use
         the token."""

@@ -88,7 +88,7 @@ class RecordedRuns(Mapping[str, RecordedRun]):
     def has_model_of_the_page(self, run: RecordedRun) -> bool:
         """Whether the page's tokenizer is that of the run."""
         first = self._first
-        return self._here(run) or (first is not None and run.model == first.model)
+        return self._here(run) or (first is not None and run.base_model == first.base_model)
 
     def state(self) -> list[RunStamps]:
         return [run.stamps() for run in self._all().values()]

@@ -9,8 +9,18 @@ export class ApiError extends Error {
   }
 }
 
-const GONE = "The server does not answer. If it was that of a training run, the run has ended:"
-  + " `agentic-proxy view RUN` shows it, RUN being its folder.";
+/** The command that opens what the page showed, without this server; empty if there is none. */
+export function reopen() {
+  const [run] = live.state?.runs ?? [];
+  return run === undefined ? "" : `agentic-proxy view ${quoted(run.folder)}`;
+}
+
+/** @param {string} path */
+const quoted = (path) => (/^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`);
+
+const gone = () => `The server does not answer. ${reopen()
+  ? `If the run has ended, this opens it from its folder: ${reopen()}`
+  : "If it was that of a training run, the run has ended: `agentic-proxy view RUN` shows it, RUN being its folder."}`;
 
 /** Listeners of "the cookie is not valid (any more)". @type {Set<() => void>} */
 export const onLoggedOut = new Set();
@@ -43,7 +53,7 @@ async function asked(url, options) {
     return await fetch(url, options);
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new ApiError(0, GONE);
+    throw new ApiError(0, gone());
   }
 }
 
@@ -71,9 +81,26 @@ export const live = {
   running: new Map(),
   /** @type {StoredEvent[]} */
   events: [],
+  /** When the connection was lost, in Unix seconds; null while there is one, and before the first.
+   * @type {number | null} */
+  lost: null,
+  /** The runs as they ended, once the server has said that it ends.
+   * @type {Record<string, import("./types.d.ts").EndOfRun> | null} */
+  ends: null,
   /** @type {Set<(news: News | null) => void>} */
   listeners: new Set(),
 };
+
+/** The moment that the page shows, in Unix seconds: without a connection, the last one that it knows. */
+export const moment = () => live.lost ?? Date.now() / 1000;
+
+/** The name by which the reader knows that moment. */
+export const asOf = () =>
+  new Date(moment() * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false });
+
+/** Whether something can still happen: an engine or a run works. */
+export const works = () =>
+  (live.state?.engines.length ?? 0) > 0 || (live.state?.runs ?? []).some((run) => run.running);
 
 /** @type {EventSource | null} */
 let source = null;
@@ -100,7 +127,10 @@ function connect() {
   const after = position && `?after=${position}`;
   const opened = new EventSource(`/view/live${after}`);
   source = opened;
-  opened.onopen = () => tell(null, true);
+  opened.onopen = () => {
+    live.ends = null;
+    tell(null, true);
+  };
   opened.onerror = () => {
     tell(null, false);
     if (opened.readyState !== EventSource.CLOSED || source !== opened) return;
@@ -109,12 +139,17 @@ function connect() {
     get("state").then(() => setTimeout(again, 2000), () => setTimeout(again, 5000));
   };
   opened.onmessage = (event) => {
-    position = event.lastEventId;
+    position = event.lastEventId || position;
     take(JSON.parse(event.data));
   };
   opened.addEventListener("state", (event) => {
     live.state = JSON.parse(event.data);
     tell(null, true);
+  });
+  opened.addEventListener("end", (event) => {
+    live.ends = JSON.parse(event.data);
+    live.running.clear(); // the agents have ended before the server
+    tell(null, false);
   });
 }
 
@@ -161,6 +196,8 @@ function take(news) {
 
 /** @param {News | null} news @param {boolean} connected */
 function tell(news, connected) {
+  if (live.connected && !connected) live.lost = Date.now() / 1000;
+  if (connected) live.lost = null;
   live.connected = connected;
   for (const listener of live.listeners) listener(news);
 }

@@ -1,12 +1,14 @@
 // The page: its frame, log-in, and which view is shown.
-import { follow, get, live, onLoggedOut, onReturn, post, unfollow } from "./api.js";
+import { asOf, follow, get, live, onLoggedOut, onReturn, post, reopen, unfollow, works } from "./api.js";
 import { Compare } from "./compare.js";
+import { visible } from "./format.js";
 import { Group } from "./group.js";
 import { useLive } from "./hooks.js";
 import { Now } from "./now.js";
 import { html, render, useEffect, useState } from "./page.js";
 import { link, parse, runOf } from "./router.js";
 import { RunView } from "./run.js";
+import { Command } from "./run_head.js";
 import { Search } from "./search.js";
 import { Forks, Sessions } from "./sessions.js";
 import { Tokens } from "./tokens.js";
@@ -18,6 +20,8 @@ const VIEWS = {
   now: Now, run: RunView, trials: Trials, group: Group, compare: Compare,
   search: Search, sessions: Sessions, forks: Forks, trial: Trial, tokens: Tokens,
 };
+/** Seconds without a connection that a restart takes, and that are not worth saying. */
+const PATIENCE_S = 3;
 const MENU = [["now", "Now"], ["sessions", "Sessions"], ["forks", "Forks"], ["search", "Search"]];
 const menu = () => (live.state?.runs?.length ? [["run", "Run"], ...MENU] : MENU);
 
@@ -69,18 +73,46 @@ function App() {
     if (inside) follow();
   }, [inside]);
   useEffect(() => {
-    document.title = `${place.id || place.view} · agentic-proxy`;
+    document.title = `${titleOf(place)} · agentic-proxy`;
     document.getElementById("main")?.focus({ preventScroll: true });
   }, [place.view, place.id]);
   if (inside === null) return html`<p class="waiting">Loading …</p>`;
   if (!inside) return html`<${LogIn} error=${error} done=${() => setInside(true)} />`;
-  const View = VIEWS[place.view] ?? Now;
+  const View = VIEWS[place.view] ?? Missing;
   return html`
     <a class="skip" href="#main" onClick=${skip}>Skip to the content</a>
     <${Bar} place=${place} leave=${() => post("log_out", {}).then(() => get("state"))} />
+    <${Lost} />
     <main id="main" tabindex="-1" class=${`view-${place.view}`}>
       <${View} key=${[place.view, place.id, runOf(place), returns].join()} place=${place} />
     </main>`;
+}
+
+/** @type {Record<string, string>} */
+const TITLES = {
+  now: "Now", run: "Run", trials: "Trials of", group: "Group", compare: "Before and after:",
+  search: "Search", sessions: "Sessions", forks: "Forks", trial: "Trial", tokens: "Tokens of",
+};
+
+/** What the browser shows in the tab. @param {import("./router.js").Place} place */
+function titleOf({ view, id, query }) {
+  const name = TITLES[view];
+  if (name === undefined) return "Not found";
+  const part = { group: `${query.get("group") ?? ""} of step ${query.get("step") ?? ""}, run ${id}`, tokens: `${id} #${query.get("turn") ?? 0}` }[view];
+  return [name, part ?? id].filter(Boolean).join(" ");
+}
+
+/** @param {{place: import("./router.js").Place}} given */
+const Missing = ({ place }) => html`<h1>Not found</h1><p>This page has no view <q>${visible(place.view)}</q>. It has:</p>
+  <ul>${menu().map(([view, name]) => html`<li><a href=${link(view ?? "")}>${name}</a></li>`)}</ul>`;
+
+/** What the reader sees is old, and how to go on. */
+function Lost() {
+  useLive(1);
+  if (live.lost === null || (live.ends === null && Date.now() / 1000 - live.lost < PATIENCE_S)) return null;
+  const command = reopen();
+  return html`<div class="lost" role="alert"><p>${live.ends ? "The server has ended" : `No connection since ${asOf()}`}: everything here is as of <strong>${asOf()}</strong>.
+    ${command && " This opens the run from its folder:"}</p>${command && html`<${Command} text=${command} />`}</div>`;
 }
 
 /** @param {Event} event */
@@ -97,10 +129,16 @@ function Bar({ place, leave }) {
     <nav aria-label="Views">${menu().map(([view, name]) => html`<a href=${link(view ?? "")}
       aria-current=${place.view === view ? "page" : null}>${name}</a>`)}</nav>
     <span class="connection" role="status">
-      <span class=${live.connected ? "dot on" : "dot off"}></span>${live.connected ? "live" : "not connected"}
+      <span class=${live.connected ? (works() ? "dot on" : "dot on still") : "dot off"}></span>${connection()}
     </span>
     <button type="button" class="quiet" onClick=${leave}>Log out</button>
   </header>`;
+}
+
+/** Whether what is shown is of this moment. */
+function connection() {
+  if (!live.connected) return live.lost === null ? "connecting" : `as of ${asOf()}`;
+  return works() ? "live" : "recorded";
 }
 
 /** @param {{error: string, done: () => void}} given */

@@ -1,5 +1,5 @@
 // Lines over the steps of a run, as SVG: points, an interval, and the values at the chosen step.
-import { number } from "./format.js";
+import { number, share } from "./format.js";
 import { html } from "./page.js";
 
 /** @typedef {[number, number]} Point */
@@ -32,11 +32,13 @@ export function thinned(points) {
   return kept;
 }
 
-/** Round numbers from below `low` to above `high`. @param {number} low @param {number} high */
-export function ticks(low, high) {
-  // Differences that the labels cannot show are noise.
-  const span = Math.max(high - low, Math.max(Math.abs(low), Math.abs(high)) * 1e-3) || 1;
-  const rough = span / 3;
+/** Round numbers from below `low` to above `high`. @param {number} low @param {number} high @param {number} [most] */
+export function ticks(low, high, most = 3) {
+  // Differences that the labels cannot show are noise: such values are in the middle of the axis.
+  const least = Math.max(Math.abs(low), Math.abs(high)) * 0.05 || 1;
+  const span = Math.max(high - low, least);
+  if (high - low < least) [low, high] = [(low + high - span) / 2, (low + high + span) / 2];
+  const rough = span / most;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = ([1, 2, 2.5, 5].find((each) => each * power >= rough) ?? 10) * power;
   /** @type {number[]} */
@@ -49,22 +51,29 @@ export function ticks(low, high) {
 
 /** @param {number} value */
 function axis(value) {
+  if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(1).replace(".0e", "e");
   if (Math.abs(value) >= 1e6) return `${number(value / 1e6)}M`;
   return Math.abs(value) >= 1e4 ? `${number(value / 1e3)}k` : number(value);
 }
 
 /** Round steps on the axis, from the first to the last one. @param {number} low @param {number} high */
-const stepTicks = (low, high) => ticks(low, high).filter((each) => Number.isInteger(each) && each >= low && each <= high);
+export function stepTicks(low, high) {
+  if (low === high) return [low];
+  const inner = ticks(low, high, 5).filter((each) => Number.isInteger(each) && each > low && each < high);
+  const apart = (high - low) / 8; // labels do not touch
+  return [low, ...inner.filter((each) => each - low >= apart && high - each >= apart), high];
+}
 
 /** The last point at or before a step. @param {Point[]} points @param {number} step */
 const valueAt = (points, step) => points.findLast(([x]) => x <= step)?.[1] ?? null;
 
 /**
- * `range`: values that the axis shows at least.
- * @param {{title: string, unit?: string, lines: Line[], range?: [number, number] | undefined, cursor: number | null,
+ * `range`: values that the axis shows at least; `shares`: they are shares, in percent.
+ * @param {{title: string, unit?: string, lines: Line[], range?: [number, number] | undefined, shares?: boolean, cursor: number | null,
  *   point: (step: number) => void, open?: ((step: number) => void) | undefined}} given
  */
-export function Chart({ title, unit, lines, range, cursor, point, open }) {
+export function Chart({ title, unit, lines, range, shares, cursor, point, open }) {
+  const words = shares ? share : number;
   const shown = lines.filter((line) => line.points.length > 0);
   if (shown.length === 0) return null;
   const xs = shown.flatMap((line) => line.points.map(([x]) => x));
@@ -79,7 +88,7 @@ export function Chart({ title, unit, lines, range, cursor, point, open }) {
   /** @param {number} value */
   const y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0 || 1)) * (HEIGHT - TOP - BOTTOM);
   const at = cursor === null ? x1 : cursor;
-  const values = shown.map((line) => `${line.name} ${number(valueAt(line.points, at))}`).join(", ");
+  const values = shown.map((line) => `${line.name} ${words(valueAt(line.points, at))}`).join(", ");
   /** @param {PointerEvent} event */
   const stepOf = (event) => {
     const box = /** @type {SVGElement} */ (event.currentTarget).getBoundingClientRect();
@@ -91,7 +100,7 @@ export function Chart({ title, unit, lines, range, cursor, point, open }) {
       onPointerMove=${/** @param {PointerEvent} e */ (e) => point(stepOf(e))}
       onClick=${/** @param {PointerEvent} e */ (e) => open?.(stepOf(e))}>
       ${levels.map((level) => html`<line class="level" x1=${LEFT} x2=${WIDTH - RIGHT} y1=${y(level)} y2=${y(level)} />
-        <text x=${LEFT - 6} y=${y(level) + 4} text-anchor="end">${axis(level)}</text>`)}
+        <text x=${LEFT - 6} y=${y(level) + 4} text-anchor="end">${shares ? share(level) : axis(level)}</text>`)}
       ${stepTicks(x0, x1).map((step) => html`<line class="level" x1=${x(step)} x2=${x(step)} y1=${HEIGHT - BOTTOM} y2=${HEIGHT - BOTTOM + 4} />
         <text x=${x(step)} y=${HEIGHT - BOTTOM + 16} text-anchor="middle">${axis(step)}</text>`)}
       <text x=${(LEFT + WIDTH - RIGHT) / 2} y=${HEIGHT - 4} text-anchor="middle">step</text>
@@ -104,7 +113,7 @@ export function Chart({ title, unit, lines, range, cursor, point, open }) {
     </svg>
     <ul class="legend">${shown.map((line) => html`<li><svg viewBox="0 0 18 6" width="18" height="6" aria-hidden="true">
       <g class=${`line run${line.run % 6} dash${line.dash % 4}`}><polyline points="0,3 18,3" /></g></svg>
-      ${line.name && html`<bdi>${line.name}</bdi>${" "}`}<b>${number(valueAt(line.points, at))}</b></li>`)}</ul></figure>`;
+      ${line.name && html`<bdi>${line.name}</bdi>${" "}`}<b>${words(valueAt(line.points, at))}</b></li>`)}</ul></figure>`;
 }
 
 /** `Math.min(...values)` for any number of values. @param {number[]} values @param {(a: number, b: number) => number} of */

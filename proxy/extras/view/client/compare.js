@@ -1,5 +1,5 @@
 // Before and after: the same held-out task in two evaluations of a run.
-import { number, oneLine } from "./format.js";
+import { many, number, oneLine } from "./format.js";
 import { Aligned } from "./group.js";
 import { useGet } from "./hooks.js";
 import { html } from "./page.js";
@@ -17,7 +17,7 @@ export function Compare({ place }) {
   const run = /** @type {Run | null} */ (data);
   if (run === null) return html`<h1>Before and after</h1><${Note} error=${error} />`;
   const known = run.evaluations.map((each) => each.name);
-  if (known.length < 2) return html`<h1>Before and after</h1><p class="quiet">The run has ${known.length} evaluations; two are needed.</p>`;
+  if (known.length < 2) return html`<h1>Before and after</h1><p class="quiet">The run has ${many(known.length, "evaluation")}; two are needed.</p>`;
   const a = place.query.get("a") ?? known[0] ?? "";
   const b = place.query.get("b") ?? known.at(-1) ?? "";
   /** @param {Event} event */
@@ -49,7 +49,7 @@ function Tasks({ run, a, b, task }) {
   if (shown === undefined) return html`<p class="quiet">No task has trials in both evaluations.</p>`;
   const changes = rows.map((row) => Math.sign((row.to ?? 0) - (row.from ?? 0)));
   const of = (/** @type {number} */ sign) => changes.filter((each) => each === sign).length;
-  return html`<p>${rows.length} tasks: ${of(1)} better, ${of(-1)} worse, ${of(0)} with the same reward.</p>
+  return html`<p>${many(rows.length, "task")}: ${of(1)} better, ${of(-1)} worse, ${of(0)} with the same reward.</p>
     <div class="scroll tasks" tabindex="0" role="region" aria-label="Held-out tasks"><table>
       <thead><tr><th>task</th><th class="n">${oneLine(a)}</th><th class="n">${oneLine(b)}</th><th class="n">change</th></tr></thead>
       <tbody>${rows.map((row) => html`<tr key=${row.id} class=${row === shown ? "chosen" : ""}>

@@ -1,6 +1,6 @@
 // The curves of runs, drawn over each other, and the evaluations of one of them.
 import { Chart } from "./chart.js";
-import { number, oneLine } from "./format.js";
+import { number, oneLine, share, shares } from "./format.js";
 import { html, useEffect, useState } from "./page.js";
 
 /** @typedef {import("./types.d.ts").Evaluation} Evaluation */
@@ -35,6 +35,8 @@ const PANELS = [
 /** The panel whose axis always has all shares, so that small differences look small. */
 const WHOLE = "Success";
 const MOST_OTHERS = 60;
+/** How the unit of a panel begins whose values are shares. */
+const SHARES = "share of";
 
 /**
  * `evaluations`: those of the first run; `open`: shows a step; `first`: number of panels that are
@@ -69,7 +71,7 @@ export function Curves({ runs, evaluations, open, first }) {
   /** @param {[string, string, Record<string, string>][]} panels */
   const charts = (panels) => html`<div class="charts" tabindex="0" role="group"
       aria-label=${`Curves; left and right choose a step${open ? ", Enter opens its groups" : ""}`} onKeyDown=${key}>
-    ${panels.map(([title, unit, wanted]) => html`<${Chart} key=${title} title=${title} unit=${unit} lines=${lines(wanted)} range=${title === WHOLE ? [0, 1] : undefined} ...${given} />`)}</div>`;
+    ${panels.map(([title, unit, wanted]) => html`<${Chart} key=${title} title=${title} unit=${unit} lines=${lines(wanted)} range=${title === WHOLE ? [0, 1] : undefined} shares=${unit.startsWith(SHARES)} ...${given} />`)}</div>`;
   const folded = known.slice(first ?? known.length);
   return html`<section aria-label="Curves">${charts(known.slice(0, first))}
     ${folded.length > 0 && html`<${Folded} title=${`${folded.length} more curves`} printed=${true}>${() => charts(folded)}<//>`}
@@ -125,5 +127,5 @@ export function Evaluations({ evaluations }) {
 
 /** @param {{score: import("./types.d.ts").Score}} given */
 const Numbers = ({ score }) => html`
-  <td class="n">${number(score.success)}</td><td class="n">${score.interval ? `${score.interval[0].toFixed(2)} to ${score.interval[1].toFixed(2)}` : "–"}</td>
+  <td class="n">${share(score.success)}</td><td class="n">${score.trials === 0 ? "–" : shares(score.interval)}</td>
   <td class="n">${number(score.reward)}</td><td class="n">${score.trials ?? "–"}</td><td class="n">${score.failed ?? "–"}</td>`;

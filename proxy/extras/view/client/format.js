@@ -32,10 +32,32 @@ export function ago(at, now = Date.now() / 1000) {
 export const when = (at) => new Date(at * 1000).toLocaleString();
 
 /** @param {number | null | undefined} value */
-export const number = (value) => (value == null ? "–" : Number(value.toPrecision(4)).toString());
+export const number = (value) => {
+  if (value == null) return "–";
+  return value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : Number(value.toPrecision(4)).toString();
+};
 
-/** 0.42 → "42 %" @param {number | null | undefined} value */
-export const share = (value) => (value == null ? "–" : `${Math.round(value * 100)} %`);
+/** 0.42 → "42 %", 0.996 → "99.6 %", as proxy/run_files/formats.py. @param {number | null | undefined} value */
+export const share = (value) => {
+  if (value == null) return "–";
+  const near = (value > 0 && value < 0.01) || (value > 0.99 && value < 1);
+  return `${(value * 100).toFixed(near ? 1 : 0)} %`;
+};
+
+/** An interval of shares. @param {[number, number] | number[] | undefined} bounds */
+export const shares = (bounds) => (bounds?.length === 2 ? `${share(bounds[0])} to ${share(bounds[1])}` : "–");
+
+/** 1 → "1 step", 36 → "36 steps". @param {number} n @param {string} what */
+export const many = (n, what) => `${count(n)} ${what}${n === 1 ? "" : "s"}`;
+
+/** A value of the configuration, which is JSON. @param {string | undefined} text @returns {any} */
+export function setting(text) {
+  try {
+    return text === undefined ? null : JSON.parse(text);
+  } catch {
+    return text ?? null;
+  }
+}
 
 const INVISIBLE =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e0fff}]/gu;

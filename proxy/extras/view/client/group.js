@@ -1,6 +1,6 @@
 // The rollouts of one task next to each other, aligned where they part.
 import { get } from "./api.js";
-import { count, duration, number, oneLine, visible } from "./format.js";
+import { count, duration, many, number, oneLine, visible } from "./format.js";
 import { useGet } from "./hooks.js";
 import { MessageView } from "./messages.js";
 import { html, useEffect, useState } from "./page.js";
@@ -27,9 +27,31 @@ export function Group({ place }) {
   const trials = found.trials.filter((each) => each.kind === "train" && (each.group ?? each.task_id) === group);
   if (trials.length === 0) return html`<h1>Group</h1><p class="quiet">Step ${step} has no group ${oneLine(group ?? "")}.</p>`;
   return html`<h1>Group <bdi>${oneLine(trials[0]?.task_id ?? "")}</bdi></h1>
-    <p class="quiet">${trials.length} rollouts of one task, trained in <a href=${link("run", run, { step })}>step ${step}</a></p>
+    <p>${many(trials.length, "rollout")} of one task in <a href=${link("run", run, { step })}>step ${step}</a>: ${trainedOf(trials)}</p>
+    <${Rewards} trials=${trials} />
     <${Aligned} trials=${trials.map((trial) => ({ trial, note: "" }))} />`;
 }
+
+/** What the step did with a group. @param {RunTrial[]} trials */
+function trainedOf(trials) {
+  const known = trials.filter((each) => each.trained_tokens != null);
+  const trained = known.filter((each) => (each.trained_tokens ?? 0) > 0);
+  if (known.length === 0) return "what was trained of it is not recorded";
+  if (trained.length > 0) return `${count(trained.length)} of ${count(trials.length)} were trained`;
+  const rewards = new Set(trials.flatMap((each) => (each.reward === null ? [] : [each.reward])));
+  return rewards.size < 2 ? "none was trained, because their rewards are equal" : "none was trained";
+}
+
+/** Reward and advantage of each rollout. @param {{trials: RunTrial[]}} given */
+const Rewards = ({ trials }) => html`<div class="scroll" tabindex="0" role="region" aria-label="Rewards and advantages"><table class="rewards">
+  <thead><tr><th class="n">rollout</th><th>trial</th><th>status</th><th class="n">reward</th><th class="n">advantage</th><th class="n">trained tokens</th></tr></thead>
+  <tbody>${trials.map((trial, n) => html`<tr key=${trial.trial_id}><td class="n">${n + 1}</td><td><${TrialLink} id=${trial.trial_id} /></td>
+    <td><${Status} value=${trial.status} /></td><td class="n"><${Reward} value=${trial.reward} /></td>
+    <td class="n">${trial.advantage == null ? "–" : html`<span class=${trial.advantage > 0 ? "good" : trial.advantage < 0 ? "bad" : "none"}>${signed(trial.advantage)}</span>`}</td>
+    <td class="n">${trial.trained_tokens == null ? "–" : `${count(trial.trained_tokens)} of ${count(trial.sampled_tokens ?? 0)}`}</td></tr>`)}</tbody></table></div>`;
+
+/** @param {number} value */
+const signed = (value) => (value > 0 ? `+${number(value)}` : number(value).replace("-", "−"));
 
 /** @param {{trials: {trial: RunTrial, note: string}[]}} given */
 export function Aligned({ trials }) {
@@ -49,7 +71,7 @@ export function Aligned({ trials }) {
     <div class="scroll" tabindex="0" role="region" aria-label="Rollouts next to each other"><table class="aligned">
       <thead><tr>${shown.map(({ trial, note }, n) => html`<th scope="col"><span class="quiet">${n + 1}</span> <${TrialLink} id=${trial.trial_id} />
         <div>${note && html`<span class="tag">${oneLine(note)}</span> `}<${Status} value=${trial.status} /> reward <${Reward} value=${trial.reward} /></div>
-        <div class="quiet">${count(trial.turns)} turns, ${count(trial.sampled_tokens ?? 0)} tokens, ${duration(trial.seconds)}</div>
+        <div class="quiet">${many(trial.turns, "turn")}, ${many(trial.sampled_tokens ?? 0, "token")}, ${duration(trial.seconds)}</div>
         ${trial.error && html`<div class="words">${oneLine(trial.error)}</div>`}</th>`)}</tr></thead>
       <tbody>${Array.from({ length: Math.max(1, longest - common) }, (_, row) => html`<tr key=${row}>${lines.map((line, n) => {
     const at = common + row;
@@ -92,7 +114,8 @@ function parting(lines, at) {
   const [first = "", ...others] = texts;
   let end = 0;
   while (end < first.length && others.every((text) => text[end] === first[end])) end += 1;
-  return end > 0 && others.length > 0 && html`<p class="parting">they part after <q>${oneLine(visible(first.slice(Math.max(0, end - 60), end)))}</q></p>`;
+  const same = others.every((text) => text === first);
+  return end > 0 && others.length > 0 && !same && html`<p class="parting">they part after <q>${oneLine(visible(first.slice(Math.max(0, end - 60), end)))}</q></p>`;
 }
 
 /** @param {Message} message */

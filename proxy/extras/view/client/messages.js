@@ -31,7 +31,7 @@ export function Text({ text, session, turn, place, code }) {
  */
 export function MessageView({ message, session, turn, place, sampled }) {
   const at = { session, turn };
-  const who = message.role === "tool" ? "tool result" : message.role;
+  const who = WHO[message.role] ?? message.role;
   return html`<article class=${`message ${message.role}${sampled ? " sampled" : ""}`} aria-label=${who}>
     <div class="role">${who}${sampled && html`<span class="tag sampled" title="The policy sampled it">sampled</span>`}
       ${message.tool_call_id && html`<code class="quiet">${oneLine(message.tool_call_id)}</code>`}</div>
@@ -44,6 +44,9 @@ export function MessageView({ message, session, turn, place, sampled }) {
     ${message.more_calls > 0 && html`<p class="quiet">and ${count(message.more_calls)} more calls</p>`}
   </article>`;
 }
+
+/** Whose message it is. @type {Record<string, string>} */
+export const WHO = { tool: "tool result", assistant: "assistant" };
 
 /** Short JSON arguments, one per line. @param {Cut} text @returns {Cut} */
 function pretty(text) {

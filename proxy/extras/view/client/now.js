@@ -1,4 +1,5 @@
 // What happens at this moment: rates, engines, running sessions, errors with their cause.
+import { asOf, moment } from "./api.js";
 import { ago, count, duration, number, oneLine, share, short, visible } from "./format.js";
 import { useGet, useLive } from "./hooks.js";
 import { html } from "./page.js";
@@ -19,7 +20,7 @@ const ended = (head) => head.started_at + (head.duration_s ?? 0);
 
 export function Now() {
   const live = useLive();
-  const now = Date.now() / 1000;
+  const now = moment();
   const last = live.answered.filter((head) => now - ended(head) < 10);
   const running = [...live.running.values()].filter((head) => now - head.started_at < 3600);
   const refused = live.events.filter((event) => event.kind === "refused" && now - event.at < 3600);
@@ -31,7 +32,7 @@ export function Now() {
   const open = sessions.filter((each) => each.running > 0 || (now - each.at < 60 && !over.has(each.id)));
   const behind = Math.max(-1, ...open.map((each) => staleness(each, newest) ?? -1));
   const runs = (live.state?.runs ?? []).filter((run) => run.now !== null);
-  return html`<h1>Now</h1>
+  return html`<h1>${live.lost === null ? "Now" : `As of ${asOf()}`}</h1>
     <ul class="tiles">
       <${Tile} name="calls per second" value=${(last.length / 10).toFixed(1)} note="of the last 10 s" />
       <${Tile} name="tokens per second" value=${short(Math.round(sum(last, (h) => h.sampled) / 10))} note="sampled" />

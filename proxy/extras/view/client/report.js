@@ -1,18 +1,16 @@
 // The report of a run: one file with the page's curves, messages and tokens, and without a server.
 import { Curves, Evaluations } from "./curves.js";
-import { count, duration, oneLine, visible } from "./format.js";
-import { MessageView, Text } from "./messages.js";
+import { count, duration, many, oneLine, visible } from "./format.js";
+import { MessageView, Text, WHO } from "./messages.js";
 import { html, render, useEffect } from "./page.js";
 import { Reward, Status } from "./parts.js";
+import { Legend } from "./token.js";
 import { TokenText } from "./token_text.js";
 
 /** @typedef {import("./types.d.ts").Report} Report */
 /** @typedef {import("./types.d.ts").ReportTurn} ReportTurn */
 
 const FIRST_PANELS = 6;
-const HEAT = [["heat0", "> 95 %"], ["heat1", "> 70 %"], ["heat2", "> 30 %"], ["heat3", "> 5 %"], ["heat4", "less"]];
-const UPS = [["up2", "reinforced: advantage ≥ 1"], ["up1", "≥ 0.3"], ["up0", "> 0"], ["down0", "discouraged: < 0"],
-  ["down1", "≤ −0.3"], ["down2", "≤ −1"]];
 
 /** @param {{report: Report}} given */
 function ReportPage({ report }) {
@@ -50,13 +48,13 @@ const Pairs = ({ report }) => html`<section class="pairs"><h2>Transcripts</h2>
     one with the arrow keys, to see its probability.</p>`}
   ${report.pairs.map((pair) => html`<section class="pair"><h3><bdi>${oneLine(pair.title)}</bdi></h3>
     <p class="quiet">${visible(pair.note)}</p>
-    <ul class="legend key">${(pair.colour === "advantage" ? UPS : HEAT).map(([name, label]) => html`<li><span class=${`swatch ${name}`}></span> ${label}</li>`)}</ul>
+    <${Legend} colour=${pair.colour} />
     <div class="sides">${pair.sides.map((side) => html`<${Side} side=${side} colour=${pair.colour} />`)}</div></section>`)}</section>`;
 
 /** @param {{side: import("./types.d.ts").ReportSide, colour: string}} given */
 const Side = ({ side: { label, trial, turns, left_out, verifier }, colour }) => html`<article class="side" aria-label=${label}>
   <h4>${visible(label)} <${Status} value=${trial.status} /> reward <${Reward} value=${trial.reward} /></h4>
-  <p class="quiet"><bdi>${oneLine(trial.trial_id)}</bdi>: ${count(trial.turns)} turns, ${count(trial.sampled_tokens ?? 0)} tokens sampled,
+  <p class="quiet"><bdi>${oneLine(trial.trial_id)}</bdi>: ${many(trial.turns, "turn")}, ${many(trial.sampled_tokens ?? 0, "token")} sampled,
     ${" "}${duration(trial.seconds)}</p>
   ${trial.error && html`<p class="error">${visible(trial.error)}</p>`}
   ${turns.map((turn) => html`<${Turn} turn=${turn} colour=${colour} />`)}
@@ -69,7 +67,7 @@ const Turn = ({ turn, colour }) => {
   const at = { session: null, turn: turn.index };
   return html`${turn.messages.map((message, n) => html`<${MessageView} message=${message} ...${at} place=${String(n)} />`)}
     ${turn.more_messages > 0 && html`<p class="left-out">and ${count(turn.more_messages)} more messages</p>`}
-    ${turn.tokens ? html`<div class="message assistant sampled"><div class="role">agent <span class="tag sampled">sampled</span></div>
+    ${turn.tokens ? html`<div class="message assistant sampled"><div class="role">${WHO["assistant"]} <span class="tag sampled">sampled</span></div>
         <${TokenText} tokens=${turn.tokens} colour=${colour} />
         ${turn.more_tokens > 0 && html`<p class="left-out">… ${count(turn.more_tokens)} more tokens are left out</p>`}</div>`
       : turn.answer && html`<${MessageView} message=${turn.answer} ...${at} place="answer" sampled=${true} />`}`;

@@ -1,11 +1,12 @@
 // A training run: its curves as they come, over those of other runs; evaluations; groups of a step.
 import { get, live } from "./api.js";
 import { Curves, Evaluations } from "./curves.js";
-import { count, duration, number, oneLine, short, visible } from "./format.js";
+import { many, number, oneLine, visible } from "./format.js";
 import { useGet, useLast, useLive } from "./hooks.js";
 import { html, useEffect, useRef, useState } from "./page.js";
 import { Note, Reward, Status } from "./parts.js";
 import { link } from "./router.js";
+import { RunHead } from "./run_head.js";
 
 /** @typedef {import("./types.d.ts").Run} Run */
 /** @typedef {import("./types.d.ts").Metrics} Metrics */
@@ -42,11 +43,8 @@ function OneRun({ name, place }) {
     document.getElementById("step")?.scrollIntoView({ block: "nearest" });
   };
   if (run === null) return html`<h1>Run ${name}</h1><${Note} error=${error} />`;
-  return html`<div class="top"><h1><bdi>${visible(name)}</bdi></h1>
-    <p><${Status} value=${run.status ?? "no status"} /> <span>${count(run.steps ?? 0)} steps</span>
-      <span>${duration(run.wall_s)}</span> ${run.tokens_sampled != null && html`<span>${short(run.tokens_sampled)} tokens sampled</span>`}
-      <a href=${link("trials", name)}>trials</a>
-      <a href=${`/view/run/trace?run=${encodeURIComponent(name)}`} download=${`${name}.trace.json`}>trace for Perfetto</a> ${run.evaluations.length > 1 && html`<a href=${link("compare", name)}>before and after</a>`}</p></div>
+  return html`<h1><bdi>${visible(name)}</bdi></h1>
+    <${RunHead} run=${run} metrics=${metrics.get(name) ?? []} />
     ${others.length > 0 && html`<form class="filters" aria-label="Other runs">${others.map((other) => html`<label><input type="checkbox"
       checked=${chosen.includes(other)} onChange=${/** @param {Event} e */ (e) => choose(other, /** @type {HTMLInputElement} */ (e.target).checked)} />
       <bdi>${visible(other)}</bdi></label>`)}</form>`}
@@ -58,8 +56,10 @@ function OneRun({ name, place }) {
 
 /** A run's summary, read again when it changes. @param {string} name */
 function useSummary(name) {
-  const stamp = live.state?.runs?.find((run) => run.name === name)?.summary ?? [];
-  return useGet("run", { run: name }, stamp.join());
+  const stamps = live.state?.runs?.find((run) => run.name === name);
+  const found = useGet("run", { run: name }, [stamps?.summary, stamps?.running].join());
+  const end = live.ends?.[name];
+  return end ? { data: end.run, error: null } : found;
 }
 
 /** The metrics of each run, read on from where they were when the file grows. @param {string[]} names */
@@ -95,7 +95,11 @@ function useMetrics(names) {
       stopped = true;
     };
   }, [names.join(), stamps.join()]);
-  return new Map(names.map((name) => [name, known.current.get(name)?.steps ?? []]));
+  return new Map(names.map((name) => {
+    const { next, steps } = known.current.get(name) ?? { next: 0, steps: [] };
+    const last = (live.ends?.[name]?.lines ?? []).filter(([start]) => start >= next).map(([, line]) => line);
+    return [name, last.length ? [...steps, ...last] : steps];
+  }));
 }
 
 /** @param {string} name @param {Metrics[]} steps @returns {RunCurves} */
@@ -122,7 +126,7 @@ function Differences({ names }) {
   if (configs === null || configs.length !== names.length) return null;
   const keys = [...new Set(configs.flatMap((config) => Object.keys(config)))]
     .filter((key) => configs.some((config) => config[key] !== configs[0]?.[key])).sort();
-  return html`<section aria-labelledby="differences-title"><h2 id="differences-title">Configuration: ${keys.length} ${keys.length === 1 ? "difference" : "differences"}</h2>
+  return html`<section aria-labelledby="differences-title"><h2 id="differences-title">Configuration: ${many(keys.length, "difference")}</h2>
     ${keys.length > 0 && html`<div class="scroll" tabindex="0" role="group" aria-labelledby="differences-title"><table>
       <thead><tr><th>key</th>${names.map((name, n) => html`<th><span class=${`swatch run${n % 6}`}></span> <bdi>${visible(name)}</bdi></th>`)}</tr></thead>
       <tbody>${keys.map((key) => html`<tr key=${key}><td><code>${oneLine(key)}</code></td>

@@ -44,6 +44,20 @@ const COLOUR = {
   entropy: ({ entropy }) => (entropy === null ? "" : `heat${level(entropy, [0.1, 0.5, 1, 2])}`),
 };
 
+/** The meaning of the colours. @type {Record<string, [string, string][]>} */
+const LEGENDS = {
+  probability: [["heat0", "> 95 %"], ["heat1", "> 70 %"], ["heat2", "> 30 %"], ["heat3", "> 5 %"], ["heat4", "less"]],
+  advantage: [["up2", "reinforced: advantage ≥ 1"], ["up1", "≥ 0.3"], ["up0", "> 0"], ["down0", "discouraged: < 0"],
+    ["down1", "≤ −0.3"], ["down2", "≤ −1"]],
+  difference: [["heat0", "|Δ log p| < 0.001"], ["heat1", "< 0.01"], ["heat2", "< 0.05"], ["heat3", "< 0.2"], ["heat4", "more"]],
+  entropy: [["heat0", "< 0.1 nats"], ["heat1", "< 0.5"], ["heat2", "< 1"], ["heat3", "< 2"], ["heat4", "more"]],
+};
+
+/** @param {{colour: string, masked?: boolean}} given `masked`: whether tokens that were not trained are marked */
+export const Legend = ({ colour, masked }) => html`<ul class="legend key" aria-label=${`Colours: ${colour}`}>${
+  (LEGENDS[colour] ?? []).map(([name, label]) => html`<li><span class=${`swatch ${name}`}></span> ${label}</li>`)}${
+  masked && html`<li><span class="swatch masked"></span> not trained</li>`}</ul>`;
+
 /** Number of bounds that a value reaches. @param {number} value @param {number[]} bounds */
 const level = (value, bounds) => bounds.filter((bound) => value >= bound).length;
 

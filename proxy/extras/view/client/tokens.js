@@ -1,11 +1,11 @@
 // A turn token by token: the text coloured by probability, or one row per token.
 import { Alternatives } from "./alternatives.js";
 import { get } from "./api.js";
-import { count, number, oneLine, visible } from "./format.js";
+import { count, many, number, oneLine, visible } from "./format.js";
 import { html, useEffect, useMemo, useRef, useState } from "./page.js";
 import { Note } from "./parts.js";
 import { link } from "./router.js";
-import { COLOURS, Details, difference, heat, mask, percent, piece, tokenAt } from "./token.js";
+import { COLOURS, Details, difference, heat, Legend, mask, percent, piece, tokenAt } from "./token.js";
 
 /** @typedef {import("./types.d.ts").TokenPage} TokenPage */
 /** @typedef {import("./token.js").Token} Token */
@@ -32,9 +32,9 @@ export function Tokens({ place }) {
   const colour = place.query.get("colour") ?? "probability";
   const given = { total, page, need, start, chosen, choose, colour, trained: step !== undefined };
   return html`<div class="top"><h1>Tokens of <a href=${link("trial", session, { turn })}><bdi>${visible(session)}</bdi> #${turn}</a></h1>
-    <p><span>${count(total)} tokens</span> <span>${count(first.prompt_tokens)} in the prompt</span>
+    <p><span>${many(total, "token")}</span> <span>${count(first.prompt_tokens)} in the prompt</span>
       <span>${count(first.shared_tokens)} shared with the parent</span>
-      ${step !== undefined && html`<span>trained in step ${step}</span>`}
+      ${step !== undefined && html`<span>in the batch of step ${step}</span>`}
       ${first.texts === null && html`<span class="quiet">Texts need the model: start with --model FOLDER.</span>`}
       <span class="switch" role="group" aria-label="Form">${["text", "table"].map((each) => html`<a href=${link("tokens", session, { turn, as: each, at: chosen })}
         aria-current=${mode === each ? "true" : null}>${each}</a>`)}</span>
@@ -43,7 +43,7 @@ export function Tokens({ place }) {
       <a href=${link("tokens", session, { turn, as: mode, at: first.prompt_tokens })}>answer</a>
       <a href=${link("tokens", session, { turn, as: mode, at: 0 })}>beginning</a></p></div>
     <${Details} token=${token} /><${Alternatives} token=${token} page=${page(chosen)} />
-    ${mode === "table" ? html`<${Table} ...${given} />` : html`<${Flow} ...${given} />`}`;
+    ${mode === "table" ? html`<${Table} ...${given} />` : html`<${Legend} colour=${colour} masked=${true} /><${Flow} ...${given} />`}`;
 }
 
 /** Pages of tokens that were needed, and those that are on their way. @param {string} session @param {number} turn */

@@ -1,6 +1,6 @@
 // A session: its turns as a tree, and the conversation that leads to one of them.
 import { get, live } from "./api.js";
-import { ago, count, duration, number, short, visible } from "./format.js";
+import { ago, count, duration, many, number, short, visible } from "./format.js";
 import { ForkView } from "./forks.js";
 import { useGet, useLast } from "./hooks.js";
 import { MessageView } from "./messages.js";
@@ -106,7 +106,7 @@ const Top = ({ session, known }) => html`<div class="top">
       <strong><${Reward} value=${session.reward} /></strong></span>`}
     ${session.rewards.flatMap((reward) => Object.entries(reward.parts)).map(([name, value]) =>
       html`<span class="meta"><bdi>${visible(name)}</bdi> ${number(value)}</span> `)}
-    <span>${count(session.turns)} turns</span> <span>${short(session.sampled_tokens)} tokens sampled</span>
+    <span>${many(session.turns, "turn")}</span> <span>${short(session.sampled_tokens)} tokens sampled</span>
     <span>longest path ${count(session.longest_path)}</span> <span>last call ${ago(session.last_at)}</span>
     ${session.origin && html`<a href=${link("trial", session.origin.session, { turn: session.origin.turn - 1 })}>branch of
       <bdi>${visible(session.origin.session)}</bdi> at turn ${session.origin.turn}</a>`}

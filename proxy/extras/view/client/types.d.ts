@@ -57,7 +57,7 @@ export interface Engine {
 }
 /** What changes when a file of a run does: its inode and its size. */
 export interface RunStamps {
-  name: string; metrics: number[]; trials: number[]; summary: number[]; now: RunNow | null;
+  name: string; folder: string; running: boolean; metrics: number[]; trials: number[]; summary: number[]; now: RunNow | null;
 }
 /** What a run does: its phase, the trials that ended in it, and the groups of the next batch. */
 export interface RunNow {
@@ -78,9 +78,20 @@ export interface Score {
 export interface Evaluation extends Score {
   step: number; reward_interval?: [number, number]; sources?: Score[];
 }
+/** How a run is doing (proxy/run_files/verdict.py). */
+export interface Verdict {
+  verdict: string; step: number; sentence: string; cause: string;
+  evidence: { what: string; value: number; low: number | null; high: number | null; of: number; unit: string }[];
+  next: { what: string; command: string }[];
+  failures: { cause: string; trials: number; of: number; trial_id: string; folder: string; lines: string[] }[];
+}
+/** A run in the last event of the stream; `lines`: of metrics.jsonl, each with its first byte. */
+export interface EndOfRun { run: Run; lines: [number, Metrics][]; }
 export interface Run {
-  name: string; status: string | null; steps: number | null; policy_version: number | null;
+  name: string; folder: string; status: string | null; verdict: Verdict | null;
+  steps: number | null; policy_version: number | null;
   wall_s: number | null; tokens_sampled: number | null; tokens_trained: number | null;
+  machine: string | null; gpus: number | null; error: string | null;
   evaluations: Evaluation[]; config: Record<string, string>;
 }
 /** A line of metrics.jsonl. */
@@ -90,7 +101,7 @@ export interface RunTrial {
   step: number; kind: string; group: string | null; evaluation: string | null; trial_id: string;
   task_id: string; source: string | null; agent: string | null; status: string;
   reward: number | null; turns: number; sampled_tokens: number | null; seconds: number | null;
-  error: string | null; marks?: Mark[];
+  error: string | null; marks?: Mark[]; advantage?: number | null; trained_tokens?: number | null;
 }
 /** A piece of a trial's file from the byte `from` on; `bytes`: size of the file. */
 export interface FilePiece { name: string; text: string; from: number; bytes: number; }
