@@ -316,7 +316,7 @@ class RunVerdict:
                 groups.unsolved,
                 Word.TOO_HARD,
                 "every rollout got the same low reward",
-                "the policy never does better than it usually does, so that rewards do not differ",
+                "no rollout of a task does better than another, so that nothing is reinforced",
             ),
         ):
             bounds = wilson_interval(count / groups.all, groups.all)

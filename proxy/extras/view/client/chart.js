@@ -81,7 +81,9 @@ export function Chart({ title, unit, lines, range, shares, cursor, point, open }
     ...line.points.map(([, y]) => y), ...(line.band ?? []).flatMap(([, low, high]) => [low, high]),
   ]).concat(range ?? []);
   const [x0, x1] = [extreme(xs, Math.min), extreme(xs, Math.max)];
-  const levels = ticks(extreme(ys, Math.min), extreme(ys, Math.max));
+  const [low, high] = [extreme(ys, Math.min), extreme(ys, Math.max)];
+  const round = ticks(low, high);
+  const levels = shares && low >= 0 && high <= 1 ? round.filter((each) => each >= 0 && each <= 1) : round;
   const [y0, y1] = [levels[0] ?? 0, levels.at(-1) ?? 1];
   /** @param {number} step */
   const x = (step) => LEFT + ((step - x0) / (x1 - x0 || 1)) * (WIDTH - LEFT - RIGHT);

@@ -64,7 +64,7 @@ export function Aligned({ trials }) {
   const same = known.length > 1 ? shared(known.map((line) => line.items)) : 0;
   const common = Math.min(same, Math.max(0, longest - 1)); // if all are equal, the last message is shown
   const twins = lines.map((line, n) => twin(lines, n));
-  return html`<details class="shared"><summary>${same === 0 ? "They differ from the first message on."
+  return html`<details class="shared" open=${common > 0}><summary>${same === 0 ? "They differ from the first message on."
         : same === longest ? "All messages are the same." : `The first ${same} messages are the same in all.`}</summary>
       ${known[0]?.items.slice(0, common).map((item) => cell(ids[lines.indexOf(/** @type {Line} */ (known[0]))] ?? "", item))}</details>
     ${trials.length > MOST_COLUMNS && html`<p class="quiet">The first ${MOST_COLUMNS} of ${trials.length} are shown.</p>`}
