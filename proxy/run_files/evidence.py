@@ -48,6 +48,8 @@ class StepTrials:
     trials: int = 0
     judged: int = 0
     successes: int = 0
+    truncated: int = 0
+    """Judged trials that a limit ended."""
     reward_sum: float = 0.0
     causes: Counter[str] = field(default_factory=Counter)
     """Failed trials."""
@@ -163,6 +165,7 @@ class Evidence:
             return
         of_step = self.steps[step if isinstance(step, int) else 0]
         of_step.add(str(line.get("group") or line.get("task_id")), value, success=success)
+        of_step.truncated += status == "truncated" and value is not None
         if cause:
             of_step.causes[cause] += 1
 

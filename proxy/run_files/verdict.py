@@ -316,7 +316,7 @@ class RunVerdict:
                 groups.unsolved,
                 Word.TOO_HARD,
                 "every rollout got the same low reward",
-                "no rollout of a task does better than another, so that nothing is reinforced",
+                self._why_too_hard(),
             ),
         ):
             bounds = wilson_interval(count / groups.all, groups.all)
@@ -443,8 +443,23 @@ class RunVerdict:
             what = "change of held-out success"
             yield _evidence(what, found.mean, found.interval, found.tasks, "points")
 
+    @property
+    def _is_cut_short(self) -> bool:
+        """Whether limits end most of the last trials."""
+        chosen = [self._seen.steps[step] for step in self._of_window]
+        return 2 * sum(each.truncated for each in chosen) > sum(each.judged for each in chosen)
+
+    def _why_too_hard(self) -> str:
+        if self._is_cut_short:
+            chosen = [self._seen.steps[step] for step in self._of_window]
+            cut, judged = (sum(each.truncated for each in chosen), _judged(chosen, None)[0])
+            return f"a limit ended {cut} of {judged} trials before they could succeed (truncated)"
+        return "no rollout of a task does better than another, so that nothing is reinforced"
+
     def _why_collapsed(self) -> str:
         """What changed with the rewards, as far as the metrics show it."""
+        if self._is_cut_short:
+            return self._why_too_hard()
         for name, what in (("actor/entropy", "entropy"), ("actor/grad_norm", "the gradient norm")):
             values = [each[name] for each in self._measured(name)]
             if len(values) < LEAST_STEPS:
@@ -496,6 +511,15 @@ class RunVerdict:
             return step(what, f"agentic-train {config} {given} trainer.run_dir={run}-{name}")
 
         match word:
+            case Word.TOO_HARD | Word.COLLAPSED if self._is_cut_short:
+                yield step("see which limit ended them", f"agentic-proxy view {run}")
+                limit_s = self._number("remote_agent.timeout_s", 1800)
+                yield train(
+                    "give each trial more time", "longer", f"remote_agent.timeout_s={4 * limit_s:g}"
+                )
+                limit = self._number("rollout.max_tokens", 0)
+                if limit:
+                    yield train("or more tokens", "longer", f"rollout.max_tokens={2 * limit:.0f}")
             case Word.TOO_HARD:
                 yield step(
                     "record a stronger model on these tasks (any OpenAI-compatible endpoint)",

@@ -213,3 +213,19 @@ def test_a_record_read_in_pieces_or_after_a_restart_is_the_same(tmp_path: Path) 
     replaced.write_bytes(cut)
     replaced.replace(other / "trials.jsonl")  # as a run that is resumed does
     assert record.read().trials == GROUPS * SIZE
+
+
+def test_trials_that_limits_end_are_named_as_the_cause(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    lines = [
+        line(step, f"g{step}-{g}", n, 0.0, "") | {"status": "truncated"}
+        for step in (1, 2, 3)
+        for g in range(GROUPS)
+        for n in range(SIZE)
+    ]
+    (folder / "trials.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    found = judged(folder, config={"remote_agent.timeout_s": "120.0"})
+    assert found["verdict"] == "too hard"
+    assert "a limit ended 96 of 96 trials" in found["cause"]
+    assert any("remote_agent.timeout_s=480" in each["command"] for each in found["next"])
