@@ -14,7 +14,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from proxy.commands.sessions import tags
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
 from proxy.machine.port import http_url
+from proxy.machine.swept_folder import swept_folder
 from proxy.records import FOLDER, BranchMode, Origin
 
 FIND_TIMEOUT_S = 5.0
@@ -53,13 +53,13 @@ def run(arguments: Namespace) -> int:
     agent = find_agent(argv, arguments.agent)
     with (
         running(arguments, config, may_start=True) as client,
-        tempfile.TemporaryDirectory(prefix="agentic-proxy-run-") as directory,
+        swept_folder("agentic-proxy-run-") as directory,
     ):
         session = asyncio.run(_open(client, arguments, agent.name))
         try:
             code = run_agent(
-                agent.command(argv, placeholders(session, Path(directory))),
-                agent_environment(agent, session, Path(directory)),
+                agent.command(argv, placeholders(session, directory)),
+                agent_environment(agent, session, directory),
                 [str(path) for path in (*private_files(config), *arguments.hide)],
                 walled=arguments.sandbox == "light",
             )

@@ -16,6 +16,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 from functools import partial
 from importlib import import_module
 from typing import Any, TypedDict
@@ -76,6 +77,7 @@ def _follow_orders(fd: int) -> str:
     orders: EarlyOrders = json.loads(text)
     _append_output_to(orders["log"])
     os.environ.update(orders["environment"])
+    tempfile.tempdir = None  # found again: the orders have TMPDIR
     sys.argv[1:] = orders["arguments"]
     return orders["key"]
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ from proxy.errors import ConfigurationError, EngineError
 from proxy.extra_registry import BINARY_ROUTE_SERVER
 from proxy.machine.port import http_url, loopback, usable_port
 from proxy.machine.secrecy import inherited, pipe_with
+from proxy.machine.swept_folder import swept_folder
 from proxy.settings.section import Common, Section
 
 HEALTH_INTERVAL_S = 0.2
@@ -134,7 +134,8 @@ class VllmServer:
             self._arguments += ["--served-model-name", served_model_name]
         self._address = EngineAddress(http_url(host, self.port), key=secrets.token_urlsafe(32))
         self._process: asyncio.subprocess.Process | EarlyServer | None = None
-        self._sockets: Path | None = None
+        self._temporary = contextlib.ExitStack()
+        """Its folder for temporary files, from its start to its end."""
         self._log_begin = 0
 
     @property
@@ -162,10 +163,9 @@ class VllmServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()  # an early server may end before it has opened it
         self._log_begin = self.log.stat().st_size  # after those of servers that this one replaces
-        self._sockets = _new_socket_folder()
         asked = asked_environment(self.config, self._dtype)
         environment = {**inherited(), **asked}
-        own = {"VLLM_RPC_BASE_PATH": str(self._sockets)}
+        own = self._temporary_files(asked)
         if self.part is not None:
             own |= {k: v for k, v in node_environment(self.host).items() if k not in environment}
         early = vllm_early.taken(asked, vllm_platform.installed().late)
@@ -191,6 +191,21 @@ class VllmServer:
             self._give_way(self.config.nice)
         self.url_file.touch(mode=0o600)
         self.url_file.write_text(self.url + "\n", encoding="utf-8")
+
+    def _temporary_files(self, asked: Mapping[str, str]) -> dict[str, str]:
+        """The variables by which the server's temporary files are in a folder that ends with it, or
+        is swept at the start of another one. What PyTorch's compiler keeps there stays."""
+        parent = socket_folder()
+        parent.mkdir(mode=0o700, exist_ok=True)
+        self._temporary.close()  # of a server that has ended by itself
+        folder = str(self._temporary.enter_context(swept_folder("", parent)))
+        compiled = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        files = {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+        given = os.environ.keys() & {"TORCHINDUCTOR_CACHE_DIR"} | asked.keys()
+        return {
+            "VLLM_RPC_BASE_PATH": folder,
+            **{name: value for name, value in files.items() if name not in given},
+        }
 
     def _give_way(self, nice: int) -> None:
         """Not before it is healthy, or starting would take longer."""
@@ -240,8 +255,7 @@ class VllmServer:
             self._process.stdin.close()
             await self._process.wait()
             self.url_file.unlink(missing_ok=True)
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        self._temporary.close()
 
     @property
     def running(self) -> bool:
@@ -294,16 +308,11 @@ class VllmServer:
 
 
 def socket_folder() -> Path:
-    """The folder of the Unix sockets by which the processes of our vLLM servers talk. A process
+    """The folder of the temporary files of our vLLM servers, a folder for each server: Unix sockets
+    above all, by which their processes talk. A process
     that can connect to them can send tokens in an engine's name, so agents must not see the
     folder."""
     return Path(tempfile.gettempdir(), f"agentic-engines-{os.getuid()}")
-
-
-def _new_socket_folder() -> Path:
-    """Of one server; short, because the path of a Unix socket has at most 107 bytes."""
-    socket_folder().mkdir(mode=0o700, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="", dir=socket_folder()))
 
 
 def server_arguments(config: VllmConfig) -> list[str]:

@@ -1,7 +1,8 @@
 """Prepares every vLLM process for the trainer (entry point `vllm.general_plugins`): registers the
 weight-transfer backends `shm` and `gloo`, corrects how errors of several workers are read, makes
-workers report in which types they hold weights, and makes a vLLM on CPU return routed experts and
-prefill the prompts of seeded requests in parts.
+workers report in which types they hold weights, names shared memory after the server's folder (so
+that it is removed with it), and makes a vLLM on CPU return routed experts and prefill the prompts
+of seeded requests in parts.
 
 With it, `--weight-transfer-config '{"backend": "shm"}'` makes a server take its weights from the
 trainer's shared memory. Importing this module costs nothing: an engine is loaded when it is used.
@@ -10,7 +11,11 @@ trainer's shared memory. Importing this module costs nothing: an engine is loade
 from __future__ import annotations
 
 import contextlib
+import os
+from multiprocessing import shared_memory
+from pathlib import Path
 
+from proxy.machine.swept_folder import LOCK, memory_prefix
 from proxy.settings.extra import extra
 from trainer.weight_sync import cpu_seeds, cpu_without_images, vllm_responses
 
@@ -19,11 +24,22 @@ def register() -> None:
     from trainer.weight_sync import vllm_dtypes
 
     register_backends()
+    name_shared_memory(Path(os.environ.get("VLLM_RPC_BASE_PATH", "")))
     vllm_responses.install()
     vllm_dtypes.install()
     extra("trainer.extras.experts.cpu_routed_experts:install")()
     cpu_without_images.install()
     cpu_seeds.install()
+
+
+def name_shared_memory(folder: Path) -> None:
+    """Names what Python's `SharedMemory` creates from now on after the folder of one of our
+    servers. Its default names show no owner, and a killed process leaves its memory behind."""
+    if not (folder / LOCK).is_file():
+        return
+    prefix = "/" + memory_prefix(folder)
+    shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 8  # type: ignore[attr-defined]
 
 
 def register_backends() -> None:
