@@ -21,7 +21,7 @@ from renderers.configs import DefaultRendererConfig
 
 from proxy.config import RenderingConfig
 from proxy.errors import ConfigurationError, RequestError
-from proxy.rendering.chat_template import ChatTemplate
+from proxy.rendering.chat_template import ChatTemplate, RunawayTemplate
 from proxy.rendering.families import GLM_TAGS, GLM_TIGHT_TAGS, QWEN_TAGS, Family, family_of
 from proxy.rendering.harmony_vocabulary import harmony_vocabulary
 from proxy.rendering.tokenizer import Tokenizer
@@ -48,6 +48,7 @@ def choose_renderer(tokenizer: Tokenizer, config: RenderingConfig) -> tuple[Fami
         tokenizer.chat_template, tokenizer.special_tokens, config.template_kwargs
     )
     tokenizer.template = template
+    _check_that_it_ends(template, tokenizer.name_or_path)
     if config.renderer == "auto":
         for name in renderer_names():
             renderer = _agreeing(name, tokenizer, template, config.template_kwargs)
@@ -94,6 +95,17 @@ def _build(name: str, tokenizer: Tokenizer, template_kwargs: dict[str, Any]) -> 
     merged = merge_chat_template_kwargs(retaining, template_kwargs)
     with harmony_vocabulary(tokenizer) if name == "gpt-oss" else nullcontext():
         return create_renderer(tokenizer, merged)
+
+
+def _check_that_it_ends(template: ChatTemplate, model: str) -> None:
+    """Raises ConfigurationError if the template does not end."""
+    for messages, tools in _PROBES:
+        try:
+            template.render(messages, tools, add_generation_prompt=True)
+        except RunawayTemplate as error:
+            raise ConfigurationError(f"model: {model}: {error}") from error
+        except RequestError:
+            pass  # it refuses such a conversation
 
 
 def _agreeing(
