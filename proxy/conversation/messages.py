@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, Literal
 
@@ -88,13 +88,14 @@ def normalised(messages: Sequence[Message]) -> list[Message]:
     """The conversation with one assistant message per answer.
 
     - Adjacent assistant messages are joined: some agents split an answer with several calls.
-    - `call, result, call, result` of one answer becomes `calls, results`. The ids that the proxy
-      gives to the calls of one answer show that they belong together.
+    - `call, result, call, result` of one answer becomes `calls, results`, and `calls, results` of
+      several answers becomes `call, result, call, result`. The ids that the proxy gives to the
+      calls of one answer show which belong together.
     - An answer that was cut after its reasoning is removed if the agent retried: at the end of the
       conversation, and before the answer that replaced it.
     """
     out: list[Message] = []
-    for message in messages:
+    for message in _apart(messages):
         if message.role != "assistant" or (before := _same_answer(out, message)) is None:
             out.append(message)
         else:
@@ -187,6 +188,37 @@ def _same_answer(messages: list[Message], message: Message) -> int | None:
         return None
     groups = {_call_group(call) for call in (*messages[last].tool_calls, *message.tool_calls)}
     return last if len(groups) == 1 and None not in groups else None
+
+
+def _apart(messages: Sequence[Message]) -> Iterator[Message]:
+    """The messages, with the calls of each answer and their results before those of the next one.
+    Each of these answers has the message's reasoning: Goose joins answers that have the same."""
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        answers = _answers_in(message)
+        if len(answers) < 2:
+            yield message
+            continue
+        ends = next((n for n in range(at, len(messages)) if messages[n].role != "tool"), None)
+        results, at = list(messages[at:ends]), len(messages) if ends is None else ends
+        for number, calls in enumerate(answers):
+            text = "" if number else message.text
+            yield Message("assistant", text, message.reasoning, calls, compacted=message.compacted)
+            ids = {call.id for call in calls}
+            is_last = number == len(answers) - 1
+            yield from (each for each in results if is_last or each.tool_call_id in ids)
+            results = [each for each in results if each.tool_call_id not in ids]
+
+
+def _answers_in(message: Message) -> list[list[ToolCall]]:
+    """The calls of a message by the answer that they are of; one answer if that is not known."""
+    if len(message.tool_calls) < 2:
+        return [message.tool_calls]
+    answers: dict[str | None, list[ToolCall]] = {}
+    for call in message.tool_calls:
+        answers.setdefault(_call_group(call), []).append(call)
+    return [message.tool_calls] if None in answers else list(answers.values())
 
 
 def _call_group(call: ToolCall) -> str | None:

@@ -109,6 +109,43 @@ async def test_calls_of_successive_answers_stay_apart(proxy: RunningProxy) -> No
     assert await path_of(proxy, session) == [(None, None), (0, None), (1, None)]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("route", "profile"),
+    [("chat/completions", "default"), ("chat/completions", "follow"), ("messages", "default")],
+)
+async def test_successive_answers_in_one_message_stay_apart(
+    proxy: RunningProxy, route: str, count: int, profile: str
+) -> None:
+    """As Goose joins those that have the same reasoning: all calls, then all results."""
+    proxy.answers("<think>\nHm.\n</think>\n\n" + call('{"cmd": "ls"}') * count)
+    session = await proxy.session(profile=profile)
+    joined: list[Any] = []
+    results: list[Any] = []
+    messages: list[Any] = [ASKED]
+    for _ in range(4):
+        if route == "messages":
+            body: Any = {"max_tokens": 100, "tools": [{"name": "shell", "input_schema": {}}]}
+            answer = (await post(proxy, session, route, messages=messages, **body))["content"]
+            made = [block for block in answer if block["type"] == "tool_use"]
+            results += [
+                {"type": "tool_result", "tool_use_id": each["id"], "content": "a"} for each in made
+            ]
+            joined += made
+            message: Any = {"role": "assistant", "content": joined}
+            messages = [ASKED, message, {"role": "user", "content": results}]
+        else:
+            body = {"messages": messages, "tools": CHAT_TOOLS}
+            answer = (await post(proxy, session, route, **body))["choices"][0]["message"]
+            made = answer["tool_calls"]
+            results += [{"role": "tool", "tool_call_id": c["id"], "content": "a"} for c in made]
+            joined += made
+            message = {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": joined}
+            messages = [ASKED, message, *results]
+        assert len(made) == count
+    assert await path_of(proxy, session) == [(None, None), (0, None), (1, None), (2, None)]
+
+
 @pytest.mark.parametrize("profile", ["default", "follow"])
 async def test_reasoning_returned_inside_the_content_continues_the_path(
     proxy: RunningProxy, profile: str
@@ -159,6 +196,27 @@ def test_ids_of_calls_in_one_answer_share_a_prefix() -> None:
     assert len({call.id for call in calls}) == 3
     assert len({call.id[:-4] for call in calls}) == 1
     assert new_call_id()[:-4] != calls[0].id[:-4]
+
+
+def test_results_follow_the_calls_of_their_answer() -> None:
+    """A result of no call of these stays last; foreign ids do not say which answer a call is of."""
+    one, two = ToolCall(new_call_id(), "f", "{}"), ToolCall(new_call_id(), "g", "{}")
+    results = [Message("tool", each.id, tool_call_id=each.id) for each in (two, one)]
+    stray = Message("tool", "?", tool_call_id="call_9")
+    after = Message("user", "Go on.")
+    assert normalised([Message("assistant", "Hi.", "Hm.", [one, two]), *results, stray, after]) == [
+        Message("assistant", "Hi.", "Hm.", [one]),
+        results[1],
+        Message("assistant", "", "Hm.", [two]),
+        results[0],
+        stray,
+        after,
+    ]
+    for same in (
+        [Message("assistant", tool_calls=[one, ToolCall("a", "f", "{}")]), results[1], stray],
+        [Message("assistant", tool_calls=[one, two])],
+    ):
+        assert normalised(same) == same
 
 
 def test_calls_with_foreign_ids_are_not_joined_across_results() -> None:
