@@ -2,6 +2,10 @@
 
     python -m tests.e2e.agents.census --agents codex pi --families qwen3.5
 
+An agent that no package index holds (Crush) is run if its program is on PATH:
+
+    PATH=$PATH:FOLDER python -m tests.e2e.agents.census --agents crush
+
 Each result is a file of `.cache/census/results`, so that a census goes on with what it lacks (or,
 with `--again`, measures again); the table is of all of them.
 """
@@ -71,9 +75,10 @@ async def census(names: Sequence[str], families: Sequence[str], out: Path, again
 
 
 def main() -> None:
-    known = list(agents(AGENTS))
+    every = agents(AGENTS)
+    known, there = list(every), [name for name, agent in every.items() if agent.is_installed()]
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.agents.census", description=__doc__)
-    parser.add_argument("--agents", nargs="+", choices=known, default=known)
+    parser.add_argument("--agents", nargs="+", choices=known, default=there)
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--out", type=Path, default=CACHE / "results")
     parser.add_argument("--again", action="store_true")

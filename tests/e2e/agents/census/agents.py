@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +16,9 @@ from agent_loop.launchers.command import CommandConfig
 from proxy.conversation import Conversation
 from proxy.records import ForkCause, Turn
 from tests.e2e.agents.census.hands import UNKNOWN, Hands, delegated, later, work
-from tests.e2e.agents.census.policy import REPORT, Arguments, Call, Step
+from tests.e2e.agents.census.policy import REPORT, SUB_TASK, Arguments, Call, Step
 from tests.e2e.agents.census.schemas import Arguments as Drawn
-from tests.e2e.agents.test_agents import AGENTS, SCRIPTS, example
+from tests.e2e.agents.test_agents import AGENTS, ROOT, SCRIPTS, example
 
 _REPORTS = Step(text=REPORT)
 
@@ -55,8 +57,13 @@ class Agent:
     text_only: bool = False
     """It offers no tools, and `steps` are texts."""
     designs: Sequence[Design] = ()
+    program: str = ""
+    """What the user installs, because no package index holds it: it is looked for on PATH."""
     root: Path = AGENTS
     """Where it is installed."""
+
+    def is_installed(self) -> bool:
+        return not self.program or shutil.which(self.program) is not None
 
     def command(self) -> CommandConfig:
         parts, script = 0, []
@@ -90,7 +97,8 @@ class Agent:
     def work_plan(self, _: list[dict[str, Any]], workspace: str, part: int) -> list[Step]:
         """The steps that do not come from the schemas of the tools."""
         if self.text_only:
-            return list(self.steps[part - 1 : part])
+            one_part = sum("{prompt}" in argv for argv in self.argvs) == 1
+            return list(self.steps if one_part else self.steps[part - 1 : part])
         if part > 1:
             return later(self.hands, workspace, part)
         steps = [*work(self.hands, workspace), *([UNKNOWN] if self.checks_names else [])]
@@ -121,6 +129,17 @@ def python(package: str, folder: str) -> Callable[[Path], str]:
     return version
 
 
+def on_path(program: str) -> Callable[[Path], str]:
+    """The version that a program on PATH says it has."""
+
+    def version(_: Path) -> str:
+        command = [program, "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return said.split()[-1]
+
+    return version
+
+
 def _bash(name: str, **more: Any) -> Callable[[str], Call]:
     return lambda command: (name, {"command": command, **more})
 
@@ -145,6 +164,13 @@ def _files(
 
 def _one(name: str, **arguments: Any) -> Step:
     return Step(((name, arguments),))
+
+
+def _keys(*keys: str, done: bool = False) -> str:
+    """An answer of terminus-2's format: keystrokes."""
+    commands = [{"keystrokes": each, "duration": 0.3} for each in keys]
+    said = {"analysis": " é 😀", "plan": "Go on.", "commands": commands, "task_complete": done}
+    return json.dumps(said, ensure_ascii=False, indent=1)
 
 
 def _with(argv: Sequence[str], *more: str, without: Sequence[str] = ()) -> tuple[str, ...]:
@@ -203,6 +229,7 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
     codex = example("codex")
     qwen, pi, cline = example("qwen_code"), example("pi"), example("cline")
     gemini, kimi = example("gemini_cli"), example("kimi_code")
+    goose, crush = example("goose"), example("crush")
     mini, hands, aider = example("mini_swe_agent"), example("openhands"), example("aider")
     all_agents = (
         Agent(
@@ -339,13 +366,16 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                 _one("ReadMediaFile", path="{work}/picture.png"),
                 *delegated("Agent", {"description": "a part"}),
                 _one("Bash", command="sleep 0.3", run_in_background=True, description="waits"),
+                _one("WaitFor", timeout="5", task_id="{seen:task_id: (\\S+)}"),
+                _one("WaitFor", timeout=1, task_id=" é  "),
                 _one("TaskOutput", task_id="{seen:task_id: (\\S+)}"),
             ),
         ),
         Agent(
             "cline",
             npm("cline", "sdks"),
-            (cline.argv,),
+            # It ends after a few answers whose calls all fail, as those of the schemas do.
+            (_with(cline.argv, "--retries", "50"),),
             cline.env,
             Hands(
                 lambda command: ("run_commands", {"commands": [command]}),
@@ -354,6 +384,35 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                 lambda path, old, new: ("editor", {"path": path, "old_text": old, "new_text": new}),
             ),
             delegated("spawn_agent", {"systemPrompt": "You help."}, prompt="task"),
+        ),
+        Agent(
+            "goose",
+            npm("@aaif/goose-binary-linux-x64", "census"),
+            tuple(
+                (*goose.argv[:2], "--name", "trial", *more, *goose.argv[3:])
+                for more in ((), ("--resume",))
+            ),
+            goose.env,
+            replace(
+                Hands.of_shell(_bash("shell")),
+                write=lambda path, text: ("write", {"path": path, "content": text}),
+                edit=lambda path, old, new: ("edit", {"path": path, "before": old, "after": new}),
+            ),
+            (
+                _one("read_image", source="{work}/picture.png"),
+                _one("read_image", source="{work}/none.png"),
+                *delegated("delegate", {}, prompt="instructions"),
+                _one("delegate", instructions=f"{SUB_TASK} LATER: é", **{"async": True}),
+            ),
+        ),
+        Agent(
+            "crush",
+            on_path("crush"),
+            (crush.argv, (*crush.argv[:-1], "--continue", crush.argv[-1])),
+            crush.env,
+            _files(_bash("bash", description="Runs it"), ("view", "write", "edit")),
+            delegated("agent", {}),
+            program="crush",
         ),
         Agent(
             "mini_swe_agent",
@@ -420,6 +479,24 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                     "the message about files after them",
                 ),
             ),
+        ),
+        Agent(
+            "terminus_2",
+            lambda _: python("harbor", ".harbor")(ROOT),
+            ((str(ROOT / ".harbor/bin/python"), str(SCRIPTS / "terminus_2.py"), "{prompt}"),),
+            {"HOME": "{directory}", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+            Hands.of_shell(_bash("none")),
+            tuple(
+                Step(text=_keys(*keys), files=files)
+                for keys, files in (
+                    (("printf '  é 😀 \\n' > out.txt\n",), {"out.txt": "  é 😀 \n"}),
+                    (("cat out.txt\n", "ls 'none  \"here\"'\n"), {}),
+                    (("seq 1 4000\n",), {}),
+                    (("cat > in.txt\n", " <b>&amp;</b> \\n \n", "C-d"), {}),
+                )
+            ),
+            last=Step(text=_keys(done=True)),
+            text_only=True,
         ),
         _sdk(root, "openai_sdk", "openai"),
         _sdk(root, "openai_sdk", "openai", "responses"),

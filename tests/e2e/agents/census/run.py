@@ -96,7 +96,8 @@ async def run_agent(
     )
     proxy.engine.script = policy
     census = agent.root / "census/node_modules"
-    programs = (agent.root / "bin", census / ".bin", *census.glob("node-linux-*/bin"))
+    own = (*census.glob("node-linux-*/bin"), *census.glob("@aaif/goose-*/bin"))
+    programs = (agent.root / "bin", census / ".bin", *own)
     path = ":".join([*map(str, programs), os.environ["PATH"]])
     command = agent.command()
     loop = RemoteAgentLoop(

@@ -3,6 +3,7 @@ changed argument. `python -m tests.e2e.agents.census` has the same as a table, f
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from tests.e2e.agents.census.agents import agents
 from tests.e2e.agents.census.families import CONTEXT_TOKENS, FAMILIES, Writer, write_family
+from tests.e2e.agents.census.policy import REPORT
 from tests.e2e.agents.census.run import run_agent
-from tests.e2e.agents.test_agents import pytestmark
+from tests.e2e.agents.test_agents import SCRIPTS, pytestmark
 from tests.proxy.conftest import starting_proxies
 
 __all__ = ["pytestmark"]
@@ -19,7 +21,7 @@ __all__ = ["pytestmark"]
 IN_CI = ("codex", "pi")
 LONG = (
     *("claude_code", "codex_default", "opencode", "opencode_responses", "opencode_messages"),
-    *("qwen_code", "gemini_cli", "kimi_code", "cline"),
+    *("qwen_code", "gemini_cli", "kimi_code", "cline", "goose"),
 )
 
 
@@ -67,3 +69,25 @@ async def test_claude_code_works_and_resumes_without_fork_refusal_or_changed_arg
     assert row.designed == {"sub-agent": 4}
     made = policy.counts()
     assert {"Read", "Write", "Edit", "Bash", "Agent", "SendMessage", "TaskUpdate"} <= made.keys()
+
+
+async def test_agent_that_the_user_installs_is_found_on_path(
+    writer: tuple[Writer, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in with the command line and the settings of Crush."""
+    family, folder = writer
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/crush").symlink_to(SCRIPTS / "crush_stand_in.py")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    crush = agents()["crush"]
+    assert crush.is_installed()
+    async with starting_proxies(folder, family.rendering, tmp_path) as start:
+        proxy = await start(max_context_tokens=CONTEXT_TOKENS)
+        row, policy, *_ = await run_agent(
+            replace(crush, steps=()), proxy, family, tmp_path, timeout_s=300
+        )
+    assert row.faults() == []
+    assert row.version == "stand-in"
+    assert row.offered == row.driven == ["bash", "edit", "view", "write"]
+    assert (row.paths, row.designed) == (1, {})
+    assert policy.written[-1].answer.text == REPORT
