@@ -95,6 +95,9 @@ def test_trials_that_failed_before_a_step_are_in_the_record(
     verdict = folder.read_summary()["verdict"]
     assert verdict["verdict"] == "failing"
     assert verdict["cause"] == "exit code 2 (16 of 16 failed trials)"
+    assert (
+        "16 of 16 trials: exit code 2; the last one is in" in write_report(folder).page.read_text()
+    )
     assert len(folder.trials_log.read_text().splitlines()) == 16
     assert status_of(folder, capsys) == verdict
 

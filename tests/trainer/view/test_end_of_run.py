@@ -137,6 +137,12 @@ async def test_a_group_shows_rewards_and_advantages_and_unknown_views_say_so(
         assert ticks[0][-1] == 36
         assert len(ticks[0]) >= 4
         assert ticks[1][-1] - ticks[1][0] > 1
+        # Messages that are the same do not part.
+        parts = await tab.evaluate(
+            "import('/view/static/group.js').then(({parting}) => [['abc', 'abc'], ['abc', 'abd']]"
+            ".map(texts => Boolean(parting(texts.map(text => ({items: [{message: {text}}]})), 0))))"
+        )
+        assert parts == [False, True]
         numbers = await tab.evaluate(
             "import('/view/static/format.js').then(({number, share, many}) => [number(0.00008075),"
             " share(0.9844), share(0.996), many(1, 'step')])"

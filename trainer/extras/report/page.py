@@ -166,10 +166,16 @@ def _verdict(verdict: VerdictJson | None) -> str:
         f"<li>{_text(each['what'])}: <code>{_text(each['command'])}</code></li>"
         for each in verdict["next"]
     )
+    failures = "".join(
+        f"<li>{each['trials']} of {each['of']} trials: {_text(each['cause'])}; the last one is in "
+        f"<code>{_text(each['folder'])}</code><pre>{chr(10).join(map(_text, each['lines']))}</pre>"
+        "</li>"
+        for each in verdict["failures"]
+    )
     return (
         f'<section class="verdict verdict-{word}"><p><strong>{_text(verdict["verdict"])}</strong> '
         f"{_text(verdict['sentence'])}</p><p>Cause: {_text(verdict['cause'])}</p>"
-        f'<ul class="next">{steps}</ul></section>'
+        f'<ul class="failures">{failures}</ul><ul class="next">{steps}</ul></section>'
     )
 
 

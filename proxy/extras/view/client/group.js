@@ -109,7 +109,7 @@ function twin(lines, n) {
 }
 
 /** The end of the text up to which the messages at a place agree. @param {Line[]} lines @param {number} at */
-function parting(lines, at) {
+export function parting(lines, at) {
   const texts = lines.flatMap((line) => (line.items[at] ? [textOf(line.items[at].message)] : []));
   const [first = "", ...others] = texts;
   let end = 0;

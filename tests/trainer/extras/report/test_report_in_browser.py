@@ -64,7 +64,7 @@ async def test_curves_have_titles_units_ticks_and_intervals(
     texts = await tab.evaluate(
         "[...document.querySelector('.chart svg').querySelectorAll('text')].map(t => t.textContent)"
     )
-    assert texts[:3] == ["0", "0.5", "1"]
+    assert texts[:3] == ["0 %", "50 %", "100 %"]
     assert texts[-6:] == ["0", "1", "2", "3", "step", "share of trials"]
     assert await tab.evaluate("document.querySelectorAll('.chart .interval').length") == 4
     await tab.evaluate("document.querySelector('.charts').focus()")
