@@ -103,6 +103,21 @@ class Trial:
         return self.workspace, self.agent_directory, self.task_file
 
     @property
+    def home(self) -> Path:
+        """What an agent behind a wall sees as the user's home folder."""
+        return self.directory / "home"
+
+    @property
+    def began_with(self) -> Path:
+        """The files of the new working directory that configure tools (`trial/left_files.py`)."""
+        return self.directory / "began"
+
+    @property
+    def temporary(self) -> Path:
+        """What an agent behind a wall sees as `/tmp`."""
+        return self.directory / "tmp"
+
+    @property
     def agent_directory(self) -> Path:
         """A directory for the agent's own files, such as its settings and its transcript."""
         return self.directory / "agent"

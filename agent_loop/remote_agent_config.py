@@ -19,6 +19,19 @@ ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
 """Usual dataset names of the fields that only a verifier is meant to see."""
 
 
+_OPEN = {
+    "ports": "agents can connect to the ports of this run's processes (Ray, torch, engines)",
+    "sockets": "agents can connect to abstract sockets of other processes",
+}
+_IS_LINUX = sys.platform == "linux"
+
+
+def _lacking() -> dict[str, str]:
+    """The parts of the wall that this kernel cannot give, with the reasons."""
+    found = {"ports": landlock.missing(), "sockets": landlock.missing_scopes()}
+    return {name: why for name, why in found.items() if why is not None}
+
+
 class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
     """The agent (one of `command`, `python`, `http`, `harbor`, `kubernetes`, `ray`, `verifiers`,
     `openenv` and `launcher`), its rewards, and the bounds of a trial."""
@@ -47,8 +60,7 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
 
     @property
     def shown_files(self) -> list[Path]:
-        """What a local agent can read with `sandbox: strict`: its scripts or its module, and the
-        Python of this run."""
+        """What a local agent can read: its scripts or its module, and the Python of this run."""
         return [
             Path(sys.prefix),
             Path(sys.base_prefix),
@@ -68,15 +80,16 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
             return self.agent.warning
         if not self._is_local:
             return None
-        if self.sandbox == "off":
+        if self.sandbox_kind == "off":
             return (
-                "warning: remote_agent.sandbox=off: agents can read this run's files, its keys and "
-                "the verifier's answers"
+                "warning: remote_agent.sandbox=off: agents can read and change this run's files, "
+                "its keys and the verifier, and what they leave runs in the verifier"
             )
-        reason = landlock.missing()
-        return reason and (
-            f"warning: {reason}: agents can connect to the ports of this run's processes (Ray, "
-            "torch, engines); use Linux 6.7 or later"
+        lacking = ", ".join(f"{name} ({why})" for name, why in _lacking().items())
+        return (
+            f"warning: remote_agent.sandbox={self.sandbox}: not held: {lacking}"
+            if lacking
+            else None
         )
 
     def check_sandbox(self) -> None:
@@ -91,9 +104,10 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
                 "ends what an agent leaves running; use the launcher harbor, http or kubernetes, "
                 "or a swarm, or start this in a Linux container or virtual machine"
             )
-        if self.sandbox == "off" or not self._is_local:
+        judged = self.verifier is not None or self.grader is not None
+        if self.sandbox_kind == "off" or not (self._is_local or (judged and _IS_LINUX)):
             return
-        if self.sandbox == "strict":
+        if self.sandbox_kind == "strict" and self._is_local:
             try:
                 require_privilege()
             except SandboxError as error:
@@ -106,7 +120,17 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
                 f"remote_agent.sandbox={self.sandbox}: this machine does not allow it ({reason}); "
                 "allow namespaces (in a container: --cap-add SYS_ADMIN and a seccomp profile that "
                 "permits them), "
-                "or set remote_agent.sandbox=off, with which agents can read this run's files"
+                "or set remote_agent.sandbox=off, with which no line of docs/wall.md holds: agents "
+                "can read and change this run's files"
+            )
+        lacking = {n: why for n, why in _lacking().items() if n not in self.accepted}
+        if lacking and self._is_local:
+            said = "; ".join(f"{_OPEN[name]} ({why})" for name, why in lacking.items())
+            words = f"{self.sandbox_kind} without {', '.join(sorted({*lacking, *self.accepted}))}"
+            raise ConfigurationError(
+                f"remote_agent.sandbox={self.sandbox}: this machine does not hold all of "
+                f"docs/wall.md: {said}; use a newer kernel, or accept it: "
+                f'remote_agent.sandbox="{words}"'
             )
 
     def check_scripts(self, key: str) -> None:

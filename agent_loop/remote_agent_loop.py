@@ -219,9 +219,15 @@ class _TrialRun:
             if self.state in (TrialState.OPENING, TrialState.RUNNING):
                 await self._abandon(opening)
             self.state = TrialState.ENDED
-            if not self._loop.trial.keep_workspaces:
-                await run_to_end(remove_folder, self._directory / "work")
+            await run_to_end(self._remove_folders)
             await run_to_end(self._loop.finished.add, self._attempt.trial_id)
+
+    def _remove_folders(self) -> None:
+        names = ["tmp", "began"]
+        if not self._loop.trial.keep_workspaces:
+            names += ["work", "home"]
+        for name in names:
+            remove_folder(self._directory / name)
 
     async def _open(self) -> Trial:
         loop, attempt, config = self._loop, self._attempt, self._loop.trial

@@ -2,11 +2,12 @@
 
 Uses only the standard library, so that a program that starts agents can load this file alone. An
 agent behind the light wall (`enter`) has a PID namespace with its own `/proc`, so it sees only its
-own processes; the hidden paths are empty for it; `/dev/shm` and System V IPC are its own; `/sys`
-is read-only; and it cannot connect to the refused TCP ports. Home, network, sockets and devices are
-unchanged. The light wall prevents reading and cheating; it is not a jail for hostile code, which
-can change what the user can change. The strict wall (`join`) is Harbor's local sandbox, whose
-files are a private copy of the machine's.
+own processes; `/dev/shm` and System V IPC are its own; `/sys` is read-only; and it cannot connect
+to the refused TCP ports. Of the machine's files it sees what `Files` names: the system and its own
+tools, read-only, and the folders that are its own. The strict wall (`join`) is Harbor's local
+sandbox, whose files are a private copy of the machine's. A program that a person starts in a folder
+of their own (`agentic-proxy run`) has a light wall without `Files`: it sees and changes everything
+but the hidden paths.
 
     supervisor ─fork─▶ gate ─fork─▶ init (process 1 of the namespace) ─fork─▶ agent
 
@@ -29,7 +30,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -49,6 +50,31 @@ PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_CAPBSET_DROP = 24
 
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+"""Numbers of system calls, the same on every architecture."""
+AT_FDCWD, AT_RECURSIVE, AT_EMPTY_PATH = -100, 0x8000, 0x1000
+OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC, MOVE_MOUNT_F_EMPTY_PATH = 1, os.O_CLOEXEC, 4
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 0x1, 0x2, 0x4
+MNT_DETACH = 2
+
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/sys"),
+    *("/nix", "/gnu", "/snap", "/run/current-system", "/run/opengl-driver", "/var/lib/dpkg"),
+    *("/var/lib/rpm", "/var/lib/ca-certificates", "/var/cache/fontconfig"),
+)
+"""What belongs to the system. Not `/var`, `/run`, `/srv`, `/mnt`, `/home`: logs, sockets, data."""
+SECRET = (
+    *("/etc/shadow", "/etc/shadow-", "/etc/gshadow", "/etc/gshadow-", "/etc/sudoers"),
+    *("/etc/sudoers.d", "/etc/ssh", "/etc/ssl/private", "/etc/kubernetes", "/etc/krb5.keytab"),
+)
+"""What of the system only root may read; agents may be root's."""
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+TEMPORARY = ("/tmp", "/var/tmp")
+SHM_BYTES = 256 << 20
+"""Default size of `/dev/shm`. Docker's is 64 MB, which is too small for browsers."""
+MAX_LINKS = 40
+"""Symbolic links on the way to one file, as in the kernel."""
+
 KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 29, 31})
 """Capabilities that root keeps: Docker's default set without MKNOD, which gives access to the
 machine's disks (chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
@@ -58,29 +84,56 @@ GPU_DEVICES = ("/dev/nvidia*", "/dev/dri", "/dev/kfd", "/dev/dxg")
 READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs")
 """Root could change the machine through these (`core_pattern` names a program to run)."""
 
-MOUNT_SETATTR = 442
-"""Number of a system call, the same on every architecture."""
-AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 0x1
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Wall:
-    """What is hidden from agents. Example: Wall(hide=("/runs/a",), ports=frozenset({29500}))"""
+    """What agents see. Example: Wall(hide=("/runs/a",), ports=frozenset({29500}))"""
 
     hide: tuple[str, ...]
-    """Files and folders that are empty behind the wall; those that do not exist are ignored."""
+    """Files and folders that are empty behind the wall, also inside of those that it shows; those
+    that do not exist are ignored."""
     ports: frozenset[int] = frozenset()
     """TCP ports that cannot be connected to."""
-    show: tuple[str, ...] | None = None
-    """A strict wall: the files and folders that stay visible, read-only, also below hidden ones.
-    None: a light wall."""
+    show: tuple[str, ...] = ()
+    """Files and folders that can be read, in addition to the system's and the agent's own tools;
+    what is inside of a hidden folder, too."""
+    strict: bool = False
+    """Whether the files are a private copy of the machine's, which the agent can change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a light wall.
+
+    Example: Files(hide=["/opt/project"], keep=[("/runs/a/t-1/home", "/home/me")], show=["/opt/x"])
+    """
+
+    hide: Sequence[str]
+    """Empty, where they would be visible."""
+    keep: Sequence[Sequence[str]]
+    """Visible and writable: each with the path at which it is visible."""
+    show: Sequence[str]
+    """Visible and read-only, besides the system."""
+    read_only: Sequence[Sequence[str]] = ()
+    """As `keep`, and read-only."""
+    shm_bytes: int = SHM_BYTES
+    """Size of `/dev/shm`."""
 
 
 def gpu_devices() -> tuple[str, ...]:
     """The files and folders by which programs of this machine reach GPUs."""
     return tuple(sorted(path for pattern in GPU_DEVICES for path in glob.glob(pattern)))
+
+
+def not_of_the_system() -> list[str]:
+    """Folders that hold data, logs and other people's files: what is neither in SYSTEM nor made by
+    a sandbox."""
+    made = {"proc", "dev", "tmp", "run", "var"}
+    parts = {path.split("/")[1] for path in SYSTEM}
+    folders = [f"/{name}" for name in os.listdir("/") if name not in made | parts]
+    return [*folders, "/var/log", "/var/spool", "/var/mail", "/var/backups", "/var/tmp"]
 
 
 def missing() -> str | None:
@@ -103,8 +156,7 @@ def missing() -> str | None:
 
 
 def enter(
-    hide: Sequence[str],
-    keep: Sequence[Sequence[str]],
+    files: Files | Sequence[str],
     body: Callable[[], NoReturn],
     *,
     left_over_fd: int = -1,
@@ -113,9 +165,8 @@ def enter(
     Never returns.
 
     Args:
-        hide: files and folders that are empty behind the wall; those that do not exist are ignored.
-        keep: files and folders that are visible and writable, each with the path at which it is:
-            its own, or another one inside a hidden folder.
+        files: what is visible; or files and folders that are empty, where all others are unchanged.
+            Those that do not exist are ignored.
         left_over_fd: gets the number of processes that the agent left running, 4 bytes.
 
     Raises:
@@ -134,7 +185,7 @@ def enter(
     if init == 0:
         os.close(status_read)
         _die_with(gate)
-        _init(hide, keep, body, as_root, status_write)
+        _init(files, body, as_root, status_write)
     # The signal is for the agent's group; `_init` passes it on.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _close_all_but(status_read, left_over_fd)
@@ -192,8 +243,7 @@ def join(
 
 
 def _init(
-    hide: Sequence[str],
-    keep: Sequence[Sequence[str]],
+    files: Files | Sequence[str],
     body: Callable[[], NoReturn],
     as_root: bool,
     status_fd: int,
@@ -202,13 +252,16 @@ def _init(
     _prctl(PR_SET_DUMPABLE, 0)  # `/proc/1/environ` would show this server's environment
     _unshare(CLONE_NEWNS)
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
-    _cover(hide, keep)
-    _own_proc(as_root)
-    _mount("shm", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
-    _make_sys_read_only()
+    if isinstance(files, Files):
+        _own_root(files, as_root)
+    else:
+        _cover(files)
+        _own_proc(as_root)
+        _mount("shm", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
+        _make_sys_read_only()
+        if as_root:
+            _cover_disks()
     os.chdir("/")  # the working folder may be covered now
-    if as_root:
-        _cover_disks()
     agent = os.fork()
     if agent == 0:
         os.close(status_fd)
@@ -224,52 +277,166 @@ def _init(
             os._exit(0)
 
 
-def stand_at(folder: str, path: str) -> None:
-    """Makes a folder visible at another path beside its own, for this process and its children.
-    Their parent's other entries are hidden. Raises OSError if the kernel refuses."""
-    if os.geteuid() == 0:
-        _unshare(CLONE_NEWNS)
-    else:
-        uid, gid = os.geteuid(), os.getegid()
-        _unshare(CLONE_NEWUSER | CLONE_NEWNS)
-        _map_own_ids(uid, gid)
-    _mount(None, "/", None, MS_REC | MS_PRIVATE)
-    _cover([os.path.dirname(path)], [(folder, folder), (folder, path)])
+def _own_root(files: Files, as_root: bool) -> None:
+    """Replaces the root by one that holds nothing but what the agent sees: mounts of the machine's
+    folders, without their set-user-ID programs, in a file system in memory."""
+    plan = _plan(files)
+    # Before anything is mounted: what is mounted later could cover a source.
+    trees = [(each, -1 if each.source is None else _tree(each)) for each in plan]
+    links = [link for each in (*SYSTEM, *files.show) for link in _links(each)]
+    home = "/proc"  # any folder that exists; the new root stands here until it is the root
+    _mount("wall", home, "tmpfs", MS_NOSUID, "mode=0755,size=4m")
+    for each, tree in trees:
+        at = home + each.target
+        _make_place(at, is_folder=each.is_folder)
+        if tree >= 0:
+            _syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, os.fsencode(at), MOVE_MOUNT_F_EMPTY_PATH)
+            os.close(tree)
+        elif each.is_folder:
+            _mount("wall", at, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
+        else:
+            _mount(os.devnull, at, None, MS_BIND)
+    for path, text in links:
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(home + os.path.dirname(path), exist_ok=True)
+            os.symlink(text, home + path)
+    for each, tree in trees:
+        if tree < 0 and each.is_folder:
+            _set_attributes(home + each.target, MOUNT_ATTR_RDONLY, 0)
+    _own_dev(home + "/dev", files.shm_bytes)
+    os.makedirs(home + "/proc", exist_ok=True)
+    _own_proc(as_root, home + "/proc")
+    for name in ("run", "tmp"):
+        os.makedirs(f"{home}/{name}", exist_ok=True)
+    _set_attributes(home, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV, 0)
+    os.chdir(home)
+    _check(_libc.pivot_root(b".", b"."))
+    _check(_libc.umount2(b".", MNT_DETACH))
 
 
-def _cover(hide: Sequence[str], keep: Sequence[Sequence[str]]) -> None:
-    """Hides paths, outer ones first, then makes `keep` visible again by descriptors that were
-    opened before."""
-    opened = [(os.path.realpath(path), os.open(kept, os.O_PATH)) for kept, path in keep]
-    kept_paths = [os.path.realpath(kept) for kept, _ in keep]
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A mount of the new root."""
+
+    target: str
+    source: str | None
+    """None: empty."""
+    writable: bool
+    is_folder: bool
+
+
+def _plan(files: Files) -> list[_Place]:
+    """The mounts of the new root, outer ones first. What is visible already, because it is inside
+    of a folder that is shown, is left out, and so is what is hidden and not visible."""
+    wanted: dict[str, _Place] = {}
+    resolver = os.path.realpath("/etc/resolv.conf")
+    for path in (*SYSTEM, resolver, *files.show):
+        real = os.path.realpath(path)
+        if os.path.exists(real):
+            wanted[real] = _Place(real, real, False, os.path.isdir(real))
+    for path in (*SECRET, *files.hide):
+        real = os.path.realpath(path)
+        if os.path.exists(real) and not any(_is_within(each, real) for each in SYSTEM):
+            wanted[real] = _Place(real, None, False, os.path.isdir(real))
+    for pairs, writable in ((files.read_only, False), (files.keep, True)):
+        for source, target in pairs:
+            real = os.path.realpath(target)
+            wanted[real] = _Place(real, source, writable, os.path.isdir(source))
+    planned: dict[str, _Place] = {}
+    for target in sorted(wanted, key=len):
+        each, around = wanted[target], _around(target, planned)
+        shown = around is not None and around.source is not None
+        if each.source is None and not (shown and not around.writable):  # type: ignore[union-attr]
+            continue
+        if each.source == target and not each.writable and shown and around.source == around.target:  # type: ignore[union-attr]
+            continue
+        planned[target] = each
+    return list(planned.values())
+
+
+def _around(path: str, planned: dict[str, _Place]) -> _Place | None:
+    """The innermost planned place that contains the path."""
+    while path != "/":
+        path = os.path.dirname(path)
+        if path in planned:
+            return planned[path]
+    return None
+
+
+def _tree(place: _Place) -> int:
+    """A descriptor of a mount of the place's source that is not attached yet."""
+    flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE
+    tree = _syscall(OPEN_TREE, AT_FDCWD, os.fsencode(place.source or ""), flags)
+    attributes = MOUNT_ATTR_NOSUID | (0 if place.writable else MOUNT_ATTR_RDONLY)
+    if not place.target.startswith("/dev/"):
+        attributes |= MOUNT_ATTR_NODEV
+    _set_attributes("", attributes, AT_EMPTY_PATH | AT_RECURSIVE, tree)
+    return tree
+
+
+def _make_place(at: str, *, is_folder: bool) -> None:
+    """Makes a folder or an empty file to mount on, unless there is one."""
+    if os.path.lexists(at):
+        return
+    os.makedirs(at if is_folder else os.path.dirname(at), exist_ok=True)
+    if not is_folder:
+        os.close(os.open(at, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+
+
+def _links(path: str) -> Iterator[tuple[str, str]]:
+    """The symbolic links on the way to a file: their own paths, and what is written in them."""
+    done, parts, count = "", path.split("/"), 0
+    while parts:
+        part = parts.pop(0)
+        if part in ("", "."):
+            continue
+        if part == "..":
+            done = os.path.dirname(done)
+            continue
+        step = f"{done}/{part}"
+        if os.path.islink(step) and (count := count + 1) <= MAX_LINKS:
+            text = os.readlink(step)
+            yield step, text
+            parts = text.split("/") + parts
+            done = "" if text.startswith("/") else done
+        else:
+            done = step
+
+
+def _own_dev(at: str, shm_bytes: int) -> None:
+    """`/dev` without the machine's devices; GPUs are among what is shown."""
+    os.makedirs(at, exist_ok=True)
+    for name in DEVICES:
+        _make_place(f"{at}/{name}", is_folder=False)
+        _mount(f"/dev/{name}", f"{at}/{name}", None, MS_BIND)
+    for name in ("pts", "shm"):
+        os.makedirs(f"{at}/{name}", exist_ok=True)
+    terminals = "newinstance,ptmxmode=0666,mode=0620"
+    _mount("devpts", f"{at}/pts", "devpts", MS_NOSUID | MS_NOEXEC, terminals)
+    size = f"mode=1777,size={shm_bytes}"
+    _mount("shm", f"{at}/shm", "tmpfs", MS_NOSUID | MS_NODEV, size)
+    standard = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
+    for name, descriptor in {**standard}.items():
+        os.symlink(f"/proc/self/fd{descriptor}", f"{at}/{name}")
+    os.symlink("pts/ptmx", f"{at}/ptmx")
+
+
+def _cover(hide: Sequence[str]) -> None:
+    """Hides paths, outer ones first."""
     covered = sorted({os.path.realpath(path) for path in hide}, key=len)
     for path in covered:
-        if any(_is_within(path, kept) for kept in kept_paths):
-            continue  # inside a kept folder
         if os.path.isdir(path):
             _mount("wall", path, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
+            _remount_read_only(path)
         elif os.path.exists(path):
             _mount(os.devnull, path, None, MS_BIND)
-    for path, fd in opened:
-        if any(_is_within(path, folder) for folder in covered):
-            if os.path.isdir(f"/proc/self/fd/{fd}"):
-                os.makedirs(path, exist_ok=True)
-            else:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with contextlib.suppress(FileExistsError):
-                    os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-            _mount(f"/proc/self/fd/{fd}", path, None, MS_BIND | MS_REC)
-        os.close(fd)
-    for path in covered:
-        if os.path.ismount(path) and os.path.isdir(path):
-            _remount_read_only(path)
 
 
-def _own_proc(as_root: bool) -> None:
-    _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+def _own_proc(as_root: bool, at: str = "/proc") -> None:
+    _mount("proc", at, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     if as_root:
         for name in READ_ONLY_PROC:
-            path = f"/proc/{name}"
+            path = f"{at}/{name}"
             if os.path.exists(path):
                 _mount(path, path, None, MS_BIND)
                 _remount_read_only(path)
@@ -279,9 +446,7 @@ def _make_sys_read_only() -> None:
     """With the file systems mounted below it: their files freeze and kill whole groups of
     processes, and name programs that the kernel runs."""
     if os.path.ismount("/sys"):
-        attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
-        size = ctypes.c_size_t(len(attributes))
-        _syscall(MOUNT_SETATTR, AT_FDCWD, b"/sys", AT_RECURSIVE, attributes, size)
+        _set_attributes("/sys", MOUNT_ATTR_RDONLY, AT_RECURSIVE)
 
 
 def _cover_disks() -> None:
@@ -382,6 +547,12 @@ def _remount_read_only(path: str) -> None:
     _mount(None, path, None, MS_BIND | MS_REMOUNT | MS_RDONLY | options)
 
 
+def _set_attributes(path: str, attributes: int, flags: int, folder: int = AT_FDCWD) -> None:
+    packed = struct.pack("QQQQ", attributes, 0, 0, 0)
+    size = ctypes.c_size_t(len(packed))
+    _syscall(MOUNT_SETATTR, folder, os.fsencode(path), flags, packed, size)
+
+
 def _unshare(flags: int) -> None:
     if _libc.unshare(flags) != 0:
         number = ctypes.get_errno()
@@ -411,7 +582,7 @@ def _try() -> None:
         os._exit(0)
 
     try:
-        enter((), (), body)
+        enter(Files((), (), ()), body)
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()

@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from agent_loop.launchers.workspace import make_workspace
-from agent_loop.processes.environment import GPUS, expand, inherited_environment
-from agent_loop.processes.host import Ended, Job, ProcessConfig, ProcessHost
+from agent_loop.launchers.workspace import GIT, make_workspace
+from agent_loop.processes.environment import GPUS, behind_wall, expand, inherited_environment
+from agent_loop.processes.host import Ended, Job, ProcessConfig, ProcessHost, own_folders
+from agent_loop.processes.readable import own_python, readable
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
 from proxy import wall
 from proxy.machine.direct_hosts import with_direct_hosts
 from proxy.settings.section import Section
-from proxy.wall import Wall
 
 PROMPT_BYTES = 128_000
 """Maximum size of TASK_PROMPT, because Linux allows 131,072 bytes per environment string; a longer
@@ -64,8 +63,12 @@ async def run_agent(
     """
     await make_workspace(trial, settings.template)
     env = agent_environment(trial, settings.env, process.pass_env)
+    words = [expand(part, trial) for part in argv]
+    shown = [] if trial.wall is None else _readable(trial, settings, words, env)
+    if call is not None:
+        shown += own_python()
     job = Job(
-        argv=[expand(part, trial) for part in argv],
+        argv=words,
         call=call,
         cwd=trial.workspace,
         env=env,
@@ -74,18 +77,26 @@ async def run_agent(
         grace_s=process.grace_s,
         log_bytes=process.log_bytes,
         limits=process.limits,
-        wall=trial.wall if env.get(GPUS) != "" else _without_gpus(trial.wall),
+        wall=trial.wall,
         visible=(*trial.visible, *visible),
+        kept=own_folders(trial.wall, trial.home, trial.temporary),
+        shown=shown,
         seen_at=trial.seen_at,
     )
     return await host.run(job, lifeline)
 
 
-def _without_gpus(walled: Wall | None) -> Wall | None:
-    """The wall that also hides the devices of GPUs. The strict one has only devices of its own."""
-    if walled is None or walled.show is not None:
-        return walled
-    return replace(walled, hide=(*walled.hide, *wall.gpu_devices()))
+def _readable(
+    trial: Trial, settings: ProgramConfig, argv: Sequence[str], env: Mapping[str, str]
+) -> list[Path]:
+    """What the agent reads besides its own files: its tools, its template, and the devices of GPUs
+    if it may use them."""
+    shown = readable(argv, env, {name: env[name] for name in settings.env}, trial.directory)
+    if settings.template is not None and not settings.template.startswith(GIT):
+        shown.append(Path(expand(settings.template, trial)))
+    if env.get(GPUS) != "" and trial.wall is not None and not trial.wall.strict:
+        shown += map(Path, wall.gpu_devices())
+    return shown
 
 
 async def call_agent(
@@ -116,6 +127,8 @@ def agent_environment(
     if len(os.fsencode(sockets := str(trial.agent_directory.absolute()))) <= SOCKETS_BYTES:
         env["TMUX_TMPDIR"] = sockets  # or the first trial's end would kill the shells of all
     env["PWD"] = str(trial.workspace.absolute())  # some agents read it instead of calling getcwd
+    if trial.wall is not None:
+        env = behind_wall(env)
     env |= {name: expand(value, trial) for name, value in extra.items()}
     return with_direct_hosts(env, trial.base_url)
 

@@ -70,12 +70,12 @@ class LauncherConfig(Section):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The agent's own scripts, which a local agent reads with `sandbox: strict`."""
+        """The agent's own scripts, which a local agent can read."""
         return ()
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """What else a local agent reads with `sandbox: strict`."""
+        """What a local agent can read that its command line does not name."""
         return self.files
 
     @property

@@ -18,6 +18,7 @@ from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.outside_parts import FUNCTION_PATTERN, named_as
 from agent_loop.processes.functions import function_host, returned, source_file
 from agent_loop.processes.host import PROCESS, ProcessConfig
+from agent_loop.processes.readable import imported
 from agent_loop.records import AgentResult, Trial
 from proxy.settings.section import Common
 
@@ -42,7 +43,7 @@ class PythonConfig(ProgramConfig, LauncherConfig):
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        return tuple(file.parent for file in self.files)  # a module may import its neighbours
+        return tuple(each for file in self.files for each in imported(file))
 
     def build(self, process: ProcessConfig = PROCESS) -> PythonLauncher:
         return PythonLauncher(self, process)

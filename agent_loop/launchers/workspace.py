@@ -12,6 +12,7 @@ from agent_loop.errors import LaunchError
 from agent_loop.processes.environment import expand
 from agent_loop.processes.threads import run_to_end
 from agent_loop.records import Trial
+from agent_loop.trial.left_files import keep_configuration
 
 GIT = "git+"
 GIT_TIMEOUT_S = 600.0
@@ -32,6 +33,9 @@ def _make_workspace(trial: Trial, template: str | None) -> None:
     trial.task_file.write_bytes(orjson.dumps(trial.agent_data, default=str))
     try:
         trial.agent_directory.mkdir()
+        if trial.wall is not None and not trial.wall.strict:
+            trial.home.mkdir()
+            trial.temporary.mkdir()
         if template is None:
             trial.workspace.mkdir()
         elif template.startswith(GIT):
@@ -39,6 +43,7 @@ def _make_workspace(trial: Trial, template: str | None) -> None:
         else:
             source = Path(expand(template, trial))
             shutil.copytree(source, trial.workspace, symlinks=True)
+        keep_configuration(trial.workspace, trial.began_with)
     except (OSError, shutil.Error) as error:
         raise LaunchError(f"cannot make the working directory {trial.workspace}: {error}") from None
 

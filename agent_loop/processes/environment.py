@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agent_loop.errors import LaunchError
@@ -49,6 +49,7 @@ _INHERITED_FOR = {
         "TOKENIZERS_PARALLELISM"
     ),
 }
+_NOT_BEHIND_WALL = ("TMPDIR", "TMP", "TEMP", "XDG_RUNTIME_DIR")
 GPUS = "CUDA_VISIBLE_DEVICES"
 """Which GPUs a program uses; empty: none."""
 _INHERITED = frozenset(" ".join(_INHERITED_FOR.values()).split())
@@ -86,6 +87,27 @@ def inherited_environment(pass_env: Sequence[str] = ()) -> dict[str, str]:
         if name in pass_env or _is_inherited(name, value)
     }
     return with_direct_hosts(inherited if GPUS in pass_env else inherited | {GPUS: ""})
+
+
+def own_home() -> Path:
+    """The path of the home folder behind a wall: the user's, unless that is the root."""
+    home = Path.home()
+    return home if home != Path("/") else Path("/home/agent")
+
+
+def behind_wall(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables that name folders which do not exist behind a wall:
+    those for temporary files, and of the user outside of the home folder."""
+    home = own_home()
+    kept = {name: value for name, value in env.items() if name not in _NOT_BEHIND_WALL}
+    outside = [
+        name
+        for name, value in kept.items()
+        if name.startswith("XDG_") and not Path(value).is_relative_to(home)
+    ]
+    return {name: value for name, value in kept.items() if name not in outside} | {
+        "HOME": str(home)
+    }
 
 
 def expand(template: str, trial: Trial) -> str:

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from agent_loop.errors import LaunchError
 from agent_loop.processes import job_server
-from agent_loop.processes.environment import CERTIFICATES, inherited_environment
+from agent_loop.processes.environment import CERTIFICATES, inherited_environment, own_home
 from agent_loop.processes.supervisor import REAP_TIMEOUT_S
 from agent_loop.processes.threads import run_to_end
 from harbor_sdk.sandbox import Bind, Sandbox, SandboxError, SandboxSpec
@@ -108,10 +108,17 @@ class Job:
     wall: Wall | None = None
     """The wall behind which the job runs; None: it sees what this process sees."""
     visible: Sequence[Path] = ()
-    """Existing files and folders that stay visible, and writable, inside hidden folders."""
+    """Existing files and folders that are visible behind the wall, and writable."""
+    kept: Sequence[tuple[Path, Path]] = ()
+    """As `visible`, each at another path."""
+    given: Sequence[Path] = ()
+    """Existing files and folders that are visible behind the wall, read-only, also inside of hidden
+    ones."""
+    shown: Sequence[Path] = ()
+    """As the wall's `show`."""
     seen_at: tuple[Path, Path] | None = None
-    """A folder, and the path beside it at which the job sees it: behind a wall instead of its own,
-    and without one beside its own. `argv`, `env`, `call` and `cwd` name the folder's own path."""
+    """A folder, and the path beside it at which a job behind a wall sees it. `argv`, `env`, `call`
+    and `cwd` name the folder's own path."""
 
     @property
     def name(self) -> str:
@@ -130,7 +137,6 @@ class Job:
         }
         fields = {
             **(self._as_seen(named) if walled else named),
-            "beside": None if walled or self.seen_at is None else [*map(str, self.seen_at)],
             "log": str(self.log),
             "stderr_log": str(self.stderr_log) if self.stderr_log else None,
             "log_bytes": self.log_bytes,
@@ -146,22 +152,34 @@ class Job:
         os.lseek(fd, 0, os.SEEK_SET)
         return fd
 
-    def sandbox_spec(self, show: Sequence[str], hide: Sequence[str]) -> SandboxSpec:
-        """The sandbox of a strict wall, which hides the home folder, too. The certificates that the
-        job's environment names stay visible."""
+    def sandbox_spec(self, behind: Wall) -> SandboxSpec:
+        """The sandbox of a strict wall: of the machine's files, those of the system and what is
+        shown. The certificates that the job's environment names stay visible."""
         certificates = (self.env[name] for name in sorted(CERTIFICATES & self.env.keys()))
-        shown = [Path(path).absolute() for path in (*show, *certificates) if path]
+        named = [Path(path) for path in (*behind.show, *self.shown, *certificates) if path]
+        secret = {Path(path).resolve() for path in behind.hide}
+        shown = [path.absolute() for path in named if path.resolve() not in secret]
         binds = [Bind(path, path, read_only=True) for path in shown if path.exists()]
-        hidden = [path.resolve() for path in (Path.home(), *map(Path, hide)) if path.exists()]
+        binds += [Bind(path.resolve(), self._seen(path).resolve(), True) for path in self.given]
+        others = [Path(path) for path in wall.not_of_the_system()]
+        hidden = [
+            path.resolve()
+            for path in (Path.home(), *others, *map(Path, behind.hide))
+            if path.exists()
+        ]
         own = [Bind(path.resolve(), self._seen(path).resolve()) for path in self.visible]
         return SandboxSpec([*binds, *own], hidden)
 
     def _wall(self, behind: Wall, sandbox: int | None) -> dict[str, Any]:
-        return {
+        own = [(path, path) for path in self.visible]
+        kept = [[str(path.absolute()), str(self._seen(at))] for path, at in (*own, *self.kept)]
+        files = {
             "hide": list(behind.hide),
-            "keep": [[str(path.absolute()), str(self._seen(path))] for path in self.visible],
-            "sandbox": sandbox,
+            "keep": kept,
+            "show": [*behind.show, *(str(path.absolute()) for path in self.shown)],
+            "read_only": [[str(path.absolute()), str(self._seen(path))] for path in self.given],
         }
+        return {"files": files, "sandbox": sandbox}
 
     def _seen(self, path: Path) -> Path:
         """The path at which a job behind a wall sees `path`."""
@@ -181,6 +199,14 @@ class Job:
         if isinstance(value, Mapping):
             return {name: self._as_seen(part) for name, part in value.items()}
         return [self._as_seen(part) for part in value] if isinstance(value, list) else value
+
+
+def own_folders(behind: Wall | None, home: Path, temporary: Path) -> list[tuple[Path, Path]]:
+    """`kept` of a job whose home folder and temporary folder are these. A strict wall has its
+    own."""
+    if behind is None or behind.strict:
+        return []
+    return [(home, own_home()), *((temporary, Path(path)) for path in wall.TEMPORARY)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +286,10 @@ class ProcessHost:
         Raises:
             LaunchError: the job or its sandbox could not be started, or its supervisor was killed.
         """
-        if job.wall is None or job.wall.show is None:
+        if job.wall is None or not job.wall.strict:
             return await self._run(job, None, lifeline)
         try:
-            sandbox = await Sandbox.start(job.sandbox_spec(job.wall.show, job.wall.hide))
+            sandbox = await Sandbox.start(job.sandbox_spec(job.wall))
         except SandboxError as error:
             raise LaunchError(f"cannot start {job.name!r}: {error}") from error
         try:
@@ -276,7 +302,7 @@ class ProcessHost:
         if lifeline is not None:
             more["lifeline"] = lifeline.fileno()
         rules = job_server.NO_RULES
-        if job.wall is not None and job.wall.ports:
+        if job.wall is not None and (job.wall.ports or landlock.missing_scopes() is None):
             more["ports"] = await self._ports.descriptor(job.wall.ports)
             rules = self._ports.number if sandbox is None else rules
         cancel_fd, report_fd = self._request(job, sandbox, rules, more)
@@ -355,18 +381,18 @@ class ProcessHost:
 
 
 class RefusedPorts:
-    """The rule set of the ports that jobs cannot connect to. It is made again only if the ports
-    change, because that takes 0.1 s."""
+    """The rule set of the ports, and of the abstract sockets, that jobs cannot connect to. It is
+    made again only if the ports change, because that takes 0.1 s."""
 
     def __init__(self) -> None:
         self.number = job_server.NO_RULES
         """Number of the last rule set."""
-        self._ports: frozenset[int] = frozenset()
+        self._ports: frozenset[int] | None = None
         self._fd = -1
         self._making = asyncio.Lock()
 
     async def descriptor(self, ports: frozenset[int]) -> int:
-        """Valid until the next call with other ports; -1 if there are no ports.
+        """Valid until the next call with other ports.
 
         Raises:
             LaunchError: this kernel cannot refuse ports.
@@ -390,7 +416,7 @@ class RefusedPorts:
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
-        self._ports, self._fd = frozenset(), -1
+        self._ports, self._fd = None, -1
 
 
 async def _read(report_fd: int) -> bytes:

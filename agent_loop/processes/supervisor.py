@@ -292,20 +292,11 @@ def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
             os._exit(1)
         os.setpgid(0, 0)
         if job["wall"] is None:
-            if job["beside"] is not None:
-                _stand_beside(job["beside"])
             become()
         _behind_wall(job, become, fds.left_over)
     except (OSError, ValueError) as error:
         os.write(fds.error, str(error).encode())
     os._exit(127)
-
-
-def _stand_beside(folder_and_path: list[str]) -> None:
-    """What an agent behind a wall wrote with the path that it saw can then be used. Where the
-    kernel refuses, no agent was behind a wall."""
-    with contextlib.suppress(OSError):
-        sys.modules[WALL].stand_at(*folder_and_path)
 
 
 def _behind_wall(job: Job, become: Callable[[], NoReturn], left_over_fd: int) -> None:
@@ -320,7 +311,7 @@ def _behind_wall(job: Job, become: Callable[[], NoReturn], left_over_fd: int) ->
 
     if wall["sandbox"] is not None:
         module.join(wall["sandbox"], prepare, become, left_over_fd=left_over_fd)
-    module.enter(wall["hide"], wall["keep"], become, left_over_fd=left_over_fd)
+    module.enter(module.Files(**wall["files"]), become, left_over_fd=left_over_fd)
 
 
 def execute(job: Job, error_fd: int) -> None:

@@ -7,6 +7,7 @@ None is *no reward*.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import orjson
@@ -16,9 +17,11 @@ from agent_loop.errors import LaunchError, RewardError
 from agent_loop.launchers.calls import GradeCall
 from agent_loop.outside_parts import FUNCTION_PATTERN, named_as
 from agent_loop.processes.environment import inherited_environment
-from agent_loop.processes.functions import function_host, returned
+from agent_loop.processes.functions import function_host, returned, source_file
 from agent_loop.processes.host import Job
+from agent_loop.processes.readable import own_python
 from agent_loop.records import FinishedTrial, Graded
+from agent_loop.rewards.bench import judge
 from agent_loop.rewards.protocol import RewardConfig
 from proxy.records import Turn
 from proxy.settings.section import Common
@@ -34,6 +37,9 @@ class GraderConfig(RewardConfig):
     """Seconds that a call may take."""
     pass_env: tuple[str, ...] = ()
     """Names of variables of the trainer's own environment that the function gets, too."""
+    show: tuple[Path, ...] = ()
+    """Files and folders that the function reads. What its module imports from its own folder is
+    found."""
     key: str = "reward"
     """Which entry is used for training if the function returns a dictionary."""
 
@@ -48,6 +54,9 @@ class Grader:
         """Raises ConfigurationError: the function's module does not exist."""
         self._settings = settings
         self._host = function_host(GradeCall, settings.target, settings.pass_env)
+        file = source_file(settings.target)
+        own = () if file is None else (file,)
+        self._files = (*own, *settings.show, *own_python())
 
     def start(self) -> None:
         self._host.start()
@@ -69,10 +78,13 @@ class Grader:
             env=inherited_environment(settings.pass_env),
             log=trial.directory / "grader.log",
             timeout_s=settings.timeout_s,
+            visible=(result,),
+            seen_at=trial.seen_at,
         )
         try:
-            ended = await self._host.run(job)
-        except LaunchError as error:
+            result.touch()
+            ended = await judge(self._host, job, trial, "grader", files=self._files)
+        except (LaunchError, OSError) as error:
             raise RewardError(f"grader: {error}") from error
         if ended.failure is not None:
             raise RewardError(f"grader {settings.target}: {ended.failure}; see {job.log}")

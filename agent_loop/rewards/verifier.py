@@ -32,6 +32,7 @@ from agent_loop.processes.environment import expand, inherited_environment
 from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
 from agent_loop.records import AgentResult, FinishedTrial, Graded, Trial
 from agent_loop.reward_values import graded
+from agent_loop.rewards.bench import judge
 from agent_loop.rewards.protocol import RewardConfig
 from proxy.errors import ConfigurationError
 from proxy.settings.section import Common
@@ -71,6 +72,9 @@ class VerifierConfig(RewardConfig):
     case the exit code counts."""
     pass_env: tuple[str, ...] = ()
     """Names of variables of the trainer's own environment that the verifier gets, too."""
+    show: tuple[Path, ...] = ()
+    """Files and folders that the verifier reads and that `argv` and `env` do not name. What its
+    Python scripts import from their own folder is found."""
     limits: Limits = Limits()
 
     def build(self) -> Verifier:
@@ -100,7 +104,14 @@ class Verifier:
             # The agent could have written into its own task file.
             task = orjson.dumps(dict(trial.task.data), default=str)
             (rewards / "task.json").write_bytes(task)
-            ended = await self._host.run(self._job(trial, agent, rewards))
+            ended = await judge(
+                self._host,
+                self._job(trial, agent, rewards),
+                trial,
+                "verifier",
+                files=self._settings.show,
+                named={name: expand(value, trial) for name, value in self._settings.env.items()},
+            )
         except (LaunchError, OSError) as error:
             raise RewardError(f"verifier: {error}") from error
         return self._read(rewards, ended, await asyncio.to_thread(_last_words, trial))
@@ -125,6 +136,7 @@ class Verifier:
             stderr_log=trial.directory / "verifier.stderr.log",
             timeout_s=settings.timeout_s,
             limits=settings.limits,
+            visible=(rewards,),
             seen_at=trial.seen_at,
         )
 

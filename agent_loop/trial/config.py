@@ -7,17 +7,24 @@ Each is part of a larger section under the same key names: `TrialConfig` of `rem
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from agent_loop.processes.readable import repository
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.salvage import SalvageConfig
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.section import Common, Section
-from proxy.wall import Wall
+from proxy.wall import SYSTEM, Wall
+
+PARTS = ("ports", "sockets")
+"""What a kernel may not be able to refuse, where it has namespaces: connections to the ports of the
+run's processes, and to abstract sockets."""
+_SANDBOX = rf"^(off|(light|strict)( without ({'|'.join(PARTS)})(, ({'|'.join(PARTS)}))*)?)$"
 
 
 class TrialConfig(Section):
@@ -46,18 +53,17 @@ class TrialConfig(Section):
     from the recording (docs/rewind.md). For agents whose tools can run twice."""
     keep_workspaces: bool = False
     """Keep each trial's working directory. Its logs are kept in any case."""
-    sandbox: Literal["light", "strict", "off"] = "light"
-    """`light`: local agents (`command`, `python`) run in a PID namespace of their own; the run's
-    folder, the files of tasks and verifiers, and `hide` are empty for them, and they cannot connect
-    to the ports of this run's processes except the proxy's. `strict`: they also get a private copy
-    of the machine's files, discarded at their end, in which the home folder is empty except for
-    `show`; needs root. `off`: they can read all of that, and what other agents record. Harbor's
-    agents have Harbor's sandbox, which is the same as `strict`."""
+    sandbox: Annotated[str, Field(pattern=_SANDBOX)] = "light"
+    """`light`: local agents (`command`, `python`) and verifiers run behind a wall (docs/wall.md):
+    they write to their working directory, an own home folder and an own `/tmp`, and read the
+    system and their tools. `strict`: agents also get a private copy of the machine's files, which
+    they can change; needs root. `off`: nothing is held. A run does not start on a machine that
+    lacks a part of the wall, unless that part is named here: `light without ports, sockets`."""
     hide: tuple[Path, ...] = ()
-    """Additional files and folders that are empty for local agents."""
+    """Additional files and folders that are empty for local agents and verifiers."""
     show: tuple[Path, ...] = ()
-    """With `strict`: files and folders that the agent can read, such as programs in the home
-    folder. The Python of this run, and the agent's scripts or module, can always be read."""
+    """Files and folders that local agents and verifiers can read, in addition to the system, their
+    programs, what their command lines and `env` name, and what their Python scripts import."""
     hidden_fields: tuple[str, ...] | None = None
     """Fields of a task that the agent does not get. None: `answer`, `answers`, `solution` and
     `ground_truth` if a verifier, a grader or a judge gives the reward; these still get them."""
@@ -65,18 +71,37 @@ class TrialConfig(Section):
     def wall(self, hidden: Sequence[Path], shown: Sequence[Path]) -> Wall | None:
         """The wall of local agents, which also hides `hidden` and, if it is strict, also shows
         `shown`; None with `off`."""
-        if self.sandbox == "off":
+        if self.sandbox_kind == "off":
             return None
-        show = [str(path.absolute()) for path in (*self.show, *shown)]
+        hide = [*self.hide, *hidden, *_place_of_the_run()]
         return Wall(
-            hide=tuple(str(path.absolute()) for path in (*self.hide, *hidden)),
-            show=tuple(show) if self.sandbox == "strict" else None,
+            hide=tuple(str(path.absolute()) for path in hide),
+            show=tuple(str(path.absolute()) for path in (*self.show, *shown)),
+            strict=self.sandbox_kind == "strict",
         )
+
+    @property
+    def sandbox_kind(self) -> str:
+        """`light`, `strict` or `off`."""
+        return self.sandbox.split()[0]
+
+    @property
+    def accepted(self) -> frozenset[str]:
+        """The parts of the wall that this machine may lack."""
+        return frozenset(re.findall(r"[a-z]+", self.sandbox.partition(" without ")[2]))
 
     @property
     def fields_hidden(self) -> frozenset[str]:
         """The names of the hidden fields, after the default is resolved."""
         return frozenset(self.hidden_fields or ())
+
+
+def _place_of_the_run() -> Iterator[Path]:
+    """The folder in which this process was started, and its repository, where they are inside of a
+    folder of the system."""
+    for folder in {Path.cwd(), repository(Path.cwd())}:
+        if not any(Path(each).is_relative_to(folder) for each in SYSTEM):
+            yield folder
 
 
 class SamplingConfig(Section):

@@ -69,7 +69,7 @@ def _child(hide: Sequence[str], become: Callable[[], NoReturn], *, walled: bool)
     try:
         os.setpgid(0, 0)
         if walled:
-            wall.enter(hide, (), become)
+            wall.enter(hide, become)
         become()
     except OSError as error:
         os.write(2, f"agentic-proxy: cannot build the wall: {error}\n".encode())

@@ -231,7 +231,9 @@ async def test_retry_has_its_own_id_key_directory_and_recording(
     verifier = f"import os, pathlib; p = pathlib.Path({str(marker)!r})\n" + (
         "if not p.exists(): p.touch(); os.kill(os.getpid(), 9)"
     )
-    rollout = await run(proxy, trials, verifier=verifier, max_retries=2, keep_workspaces=True)
+    # Without a wall, because the verifier leaves its mark outside of the trial.
+    settings = {"max_retries": 2, "keep_workspaces": True, "sandbox": "off"}
+    rollout = await run(proxy, trials, verifier=verifier, **settings)
     assert rollout.status is RolloutStatus.DONE
     assert rollout.metrics["failed_attempts"] == 1
     directories = sorted(trials.iterdir())
@@ -506,7 +508,8 @@ async def test_first_retry_waits_for_the_base_delay_and_the_next_twice_as_long(
 async def test_agent_is_not_given_hidden_fields_nor_hidden_files(
     proxy: RunningProxy, trials: Path, tmp_path: Path
 ) -> None:
-    secret = tmp_path / "secret"
+    secret = tmp_path / "data" / "secret"
+    secret.parent.mkdir()
     secret.write_text("42")
     code = (
         "import json, os, pathlib\n"
@@ -520,7 +523,11 @@ async def test_agent_is_not_given_hidden_fields_nor_hidden_files(
         LauncherReward(),
         trials,
         trial=TrialConfig(
-            hidden_fields=("hint",), hide=(secret,), max_retries=0, keep_workspaces=True
+            hidden_fields=("hint",),
+            show=(secret.parent,),
+            hide=(secret,),
+            max_retries=0,
+            keep_workspaces=True,
         ),
     )
     task = Task("a", {"prompt": "Say hello.", "hint": "hello"}, "s")

@@ -55,7 +55,9 @@ from contextlib import suppress
 seen, own = {}, pathlib.Path(os.environ["TASK_FILE"]).parent
 for name in ("run", "verifier", "tasks"):
     path = pathlib.Path(os.environ[name.upper()])
-    seen[name] = sorted(p.name for p in path.rglob("*")) if path.is_dir() else path.read_text()
+    seen[name] = sorted(p.name for p in path.rglob("*")) if path.is_dir() else None
+    with suppress(OSError):
+        seen[name] = path.read_text()
 seen["task"] = json.loads(pathlib.Path(os.environ["TASK_FILE"]).read_text())
 seen["processes"] = sorted(p.name for p in pathlib.Path("/proc").glob("[0-9]*"))
 with suppress(PermissionError):
@@ -199,8 +201,8 @@ async def test_agent_cannot_reach_the_run_the_verifier_or_the_answers(
     seen = json.loads((logs / "work" / "seen.json").read_text())
     assert "sessions.db" not in seen["run"]
     assert "other" not in seen["run"]
-    assert seen["verifier"] == ""
-    assert seen["tasks"] == ""
+    assert not seen["verifier"]
+    assert not seen["tasks"]
     assert seen["task"] == {"prompt": "6 * 7"}
     assert len(seen["processes"]) == 2
     assert seen["processes"][0] == "1"
@@ -215,9 +217,10 @@ async def test_agent_cannot_reach_the_run_the_verifier_or_the_answers(
         "freeze everything",
         "connect to a private port",
     }
-    assert set(seen["done"]) >= {"connect to another port", "own files", "write outside"}
+    assert set(seen["done"]) >= {"connect to another port", "own files"}
+    assert "write outside" not in seen["done"]
     assert (logs / "agent" / "settings").exists()
-    assert run.outside.exists() == (sandbox == "light")
+    assert not run.outside.exists()
     assert run.victim.read_text() == "precious"
     for name in ("verifier.log", "verifier.stderr.log", "agent.log"):
         assert not (logs / name).is_symlink()
@@ -311,20 +314,32 @@ def test_wall_is_that_of_the_configured_sandbox(tmp_path: Path) -> None:
         ).wall([tmp_path], [Path("/opt/python")])
         for sandbox in ("light", "strict", "off")
     }
-    hide = ("/data/secret", str(tmp_path))
+    hide = ("/data/secret", str(tmp_path), str(Path.cwd()))
+    show = ("/opt/tools", "/opt/python")
     assert walls["off"] is None
-    assert walls["light"] == Wall(hide=hide)
-    assert walls["strict"] == Wall(hide=hide, show=("/opt/tools", "/opt/python"))
+    assert walls["light"] == Wall(hide=hide, show=show)
+    assert walls["strict"] == Wall(hide=hide, show=show, strict=True)
 
 
 def test_start_says_what_agents_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = {"command": {"argv": ["true"]}}
     off = RemoteAgentConfig.model_validate(agent | {"sandbox": "off"})
-    assert "agents can read this run's files" in (off.sandbox_warning or "")
-    monkeypatch.setattr(landlock, "missing", lambda: "this kernel has no Landlock")
-    light = RemoteAgentConfig.model_validate(agent)
-    assert "no Landlock: agents can connect to the ports" in (light.sandbox_warning or "")
+    assert "agents can read and change this run's files" in (off.sandbox_warning or "")
     monkeypatch.setattr(landlock, "missing", lambda: None)
+    monkeypatch.setattr(landlock, "missing_scopes", lambda: "this kernel has Landlock 4")
+    light = RemoteAgentConfig.model_validate(agent)
+    with pytest.raises(ConfigurationError, match=r"abstract sockets .*=\"light without sockets\""):
+        light.check_sandbox()
+    accepting = RemoteAgentConfig.model_validate(agent | {"sandbox": "light without sockets"})
+    accepting.check_sandbox()
+    assert "not held: sockets (this kernel has Landlock 4)" in (accepting.sandbox_warning or "")
+    monkeypatch.setattr(landlock, "missing", lambda: "this kernel has no Landlock")
+    with pytest.raises(ConfigurationError, match="ports of this run's processes"):
+        accepting.check_sandbox()
+    both = agent | {"sandbox": "light without ports, sockets"}
+    RemoteAgentConfig.model_validate(both).check_sandbox()
+    monkeypatch.setattr(landlock, "missing", lambda: None)
+    monkeypatch.setattr(landlock, "missing_scopes", lambda: None)
     assert light.sandbox_warning is None
     http = RemoteAgentConfig.model_validate({"http": {"url": "http://h"}, "sandbox": "off"})
     assert http.sandbox_warning is None

@@ -70,6 +70,7 @@ def start(
     job = {
         "script": textwrap.dedent(script),
         "hide": [str(place.run), str(place.answers)],
+        "show": [str(place.answers.parent)],
         "keep": str(place.trial),
         "output": str(place.output),
         "user": user,

@@ -1,6 +1,6 @@
 """Runs a shell script behind the wall, in a process of its own that has one thread:
 
-    python -m tests.proxy.walled '{"script": …, "hide": […], "keep": …, "output": …, "user": 0}'
+    python -m tests.proxy.walled '{"script": …, "hide": […], "show": […], "keep": …, …}'
 
 A test process has threads, and a fork of it could wait forever for a lock that one of them holds.
 """
@@ -32,7 +32,7 @@ def main(job: dict[str, Any]) -> NoReturn:
     try:
         if (rules := job["rules_fd"]) >= 0:
             landlock.take_rules(rules)
-        wall.enter(job["hide"], [(job["keep"], job["keep"])], body)
+        wall.enter(wall.Files(job["hide"], [(job["keep"], job["keep"])], job["show"]), body)
     except OSError as error:
         Path(job["output"]).write_text(repr(error))
     os._exit(111)

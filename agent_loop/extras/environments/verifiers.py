@@ -23,6 +23,7 @@ from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig, OwnTasks
 from agent_loop.processes.environment import inherited_environment
 from agent_loop.processes.functions import RETURNED_BYTES, returned
 from agent_loop.processes.host import PROCESS, Ended, ProcessConfig, ProcessHost
+from agent_loop.processes.readable import installation
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
 from proxy.settings.section import Section
@@ -120,7 +121,7 @@ class VerifiersConfig(VerifiersEnvironment, LauncherConfig):
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        return (self.python.absolute().parents[1], *self.path)
+        return (*installation(self.python.absolute()), *self.path)
 
     @property
     def hidden_fields(self) -> frozenset[str]:

@@ -50,7 +50,7 @@ async def test_agents_read_the_companys_certificates_and_reach_their_session(
     monkeypatch.setenv("HTTP_PROXY", DEAD)
     for name in NAMES:  # which commands that ran in this process have extended
         monkeypatch.delenv(name, raising=False)
-    wall = None if show is None else Wall(hide=(), show=show)
+    wall = None if show is None else Wall(hide=(), show=show, strict=True)
     trial = replace(make_trial(), wall=wall, base_url="http://trainer.example.net:8000/t/v1")
     launcher = CommandLauncher(
         CommandConfig(argv=("{python}", "-c", READ.format(names=sorted(CERTIFICATES))))

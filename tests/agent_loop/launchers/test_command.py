@@ -43,8 +43,8 @@ STRICT = pytest.param("strict", marks=pytest.mark.skipif(os.geteuid() != 0, reas
 @pytest.fixture(params=["light", STRICT, "off"])
 def make_trial(make_trial: MakeTrial, tmp_path: Path, request: pytest.FixtureRequest) -> MakeTrial:
     """Trials with and without a wall: an agent behaves the same in all of them."""
-    show = (sys.prefix, sys.base_prefix) if request.param == "strict" else None
-    wall = None if request.param == "off" else Wall(hide=(str(tmp_path),), show=show)
+    strict = request.param == "strict"
+    wall = None if request.param == "off" else Wall(hide=(str(tmp_path),), strict=strict)
 
     def make(timeout_s: float = 120.0, **data: object) -> Trial:
         return replace(make_trial(timeout_s, **data), wall=wall)

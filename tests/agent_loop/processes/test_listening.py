@@ -29,6 +29,7 @@ pathlib.Path("port.new").write_text(str(server.getsockname()[1]))
 pathlib.Path("port.new").rename("port")
 """
 WAIT = "while not pathlib.Path('end').exists(): time.sleep(0.01)\n"
+PYTHON = (sys.prefix, sys.base_prefix)
 
 
 def test_ports_of_this_process_and_of_its_descendants_are_found(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ async def test_port_of_an_agent_behind_a_wall_is_not_one_of_the_run(tmp_path: Pa
     host = ProcessHost()
     agent = job(tmp_path, LISTEN + WAIT, "127.0.0.1")
     running = asyncio.ensure_future(
-        host.run(replace(agent, wall=Wall(hide=()), visible=(tmp_path,)))
+        host.run(replace(agent, wall=Wall(hide=(), show=PYTHON), visible=(tmp_path,)))
     )
     await until((tmp_path / "port").exists)
     port = int((tmp_path / "port").read_text())

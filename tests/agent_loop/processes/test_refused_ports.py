@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import replace
@@ -32,6 +33,7 @@ for port in map(int, sys.argv[1:]):
     with socket.socket() as tried:
         print(port, tried.connect_ex(("127.0.0.1", port)) == 0)
 """
+PYTHON = (sys.prefix, sys.base_prefix)
 
 
 @pytest.fixture
@@ -55,8 +57,8 @@ async def reached(
 ) -> set[int]:
     """The ports that an agent reaches. `refused`: None for an agent without a wall."""
     folder.mkdir(exist_ok=True)
-    behind = None if refused is None else Wall(hide=(), ports=frozenset(refused))
-    agent = replace(job(folder, CONNECT, *map(str, ports)), wall=behind)
+    behind = None if refused is None else Wall(hide=(), ports=frozenset(refused), show=PYTHON)
+    agent = replace(job(folder, CONNECT, *map(str, ports)), wall=behind, visible=(folder,))
     ended = await host.run(agent)
     assert ended.failure is None, agent.log.read_text()
     lines = [line.split() for line in agent.log.read_text().splitlines()]
@@ -148,7 +150,7 @@ async def test_function_inherits_none_of_the_servers_sockets(
             env=dict(os.environ),
             log=tmp_path / "log",
             timeout_s=60.0,
-            wall=Wall(hide=(), ports=frozenset(refused)),
+            wall=Wall(hide=(), ports=frozenset(refused), show=PYTHON),
             visible=(tmp_path,),
         )
         assert (await host.run(agent)).failure is None

@@ -301,7 +301,8 @@ def test_agent_behind_a_wall_reaches_neither_ports_nor_files_nor_the_token_of_ra
             assert Path(sessions, "session_latest").exists()
             numbers = [str(port) for port in (*ports, *of_worker)]
             argv = [sys.executable, "-I", "-S", "-c", KNOCK, gcs.split(":")[0], sessions, *numbers]
-            behind = Wall(hide=tuple(paths), ports=cluster.private_ports())
+            python = (sys.prefix, sys.base_prefix)
+            behind = Wall(tuple(paths), cluster.private_ports(), show=python)
             log, env = tmp_path / "log", {"HOME": str(Path.home())}
             agent = Job(argv, cwd=tmp_path, env=env, log=log, timeout_s=60, wall=behind)
             assert (await host.run(agent)).failure is None, log.read_text()

@@ -1,0 +1,159 @@
+"""A copy of what an agent left, for the programs that judge it.
+
+An agent can leave more than its work: links to the judge's own files, pipes that never end, hooks
+and settings of the tools that a judge may use. Invariant: in the copy, every link leads to a file
+of the working directory or of the system; there is nothing but files and folders; a Git repository
+has no hooks and no settings that name programs; and files that configure test runners and package
+managers by their mere presence (CONFIGURATION) are those that the trial began with, or none. A
+judge that executes files of the working directory still executes what the agent wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from agent_loop.errors import RewardError
+from agent_loop.trial.folders import remove_folder
+from proxy.wall import SYSTEM
+
+CONFIGURATION = frozenset(
+    [
+        *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini"),
+        *("sitecustomize.py", "usercustomize.py"),
+        *(".npmrc", ".yarnrc", ".yarnrc.yml", ".pnpmfile.cjs"),
+    ]
+)
+"""Names of files that pytest, Python, npm and the like read because they are there. They are
+settings, never the work."""
+TEST_CONFIGURATION = frozenset({"pyproject.toml", "setup.cfg"})
+"""Also settings of pytest. They may be the work, so only for a judge that runs pytest."""
+_PATH_BYTES = 3500
+"""Length of a path from which on a folder is not copied: system calls accept 4,095 bytes."""
+_GIT_KEYS = {
+    "core": (
+        "repositoryformatversion filemode bare logallrefupdates symlinks ignorecase autocrlf eol"
+    ),
+    "remote": "url fetch",
+    "branch": "remote merge",
+    "user": "name email",
+    "extensions": "objectformat",
+}
+"""The settings of a repository that stay: none of them names a program or another file."""
+_GIT_SECTION = re.compile(r'^\s*\[([a-z]+)(?: "[^"\\]*")?\]\s*$', re.IGNORECASE)
+_GIT_VALUE = re.compile(r"^\s*([a-z]+)\s*=[^\\]*$", re.IGNORECASE)
+
+
+def keep_configuration(workspace: Path, kept: Path) -> None:
+    """Copies the files of a new working directory that configure tools to `kept`."""
+    for path in _walk(workspace):
+        if path.name in CONFIGURATION | TEST_CONFIGURATION and path.is_file():
+            copy = kept / path.relative_to(workspace)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy, follow_symlinks=True)
+
+
+def copy_left(workspace: Path, seen_at: Path, kept: Path, to: Path, *, tests: bool) -> None:
+    """Copies the working directory to `to`, which does not exist.
+
+    Args:
+        seen_at: the path at which the agent saw it, which its links may name.
+        kept: the files that `keep_configuration` copied.
+        tests: whether the judge runs pytest.
+
+    Raises:
+        RewardError: the disk is full, or a file cannot be read.
+    """
+    copied = subprocess.run(
+        ["cp", "-a", "--", str(workspace), str(to)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if copied.returncode != 0 and not to.is_dir():
+        reason = copied.stderr.strip().splitlines()[-1:]
+        raise RewardError(f"what the agent left cannot be copied: {''.join(reason)}")
+    names = CONFIGURATION | (TEST_CONFIGURATION if tests else frozenset())
+    for path in _walk(to):
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            if not _leads_inside(path, to, (workspace, seen_at)):
+                path.unlink()
+        elif stat.S_ISDIR(mode):
+            if (path / "HEAD").is_file() and (path / "objects").is_dir():
+                _clean_repository(path)
+        elif not stat.S_ISREG(mode):
+            path.unlink()
+        elif mode & (stat.S_ISUID | stat.S_ISGID):
+            path.chmod(stat.S_IMODE(mode) & ~(stat.S_ISUID | stat.S_ISGID))
+        if (path.name in names and path.is_file()) or (path.name == ".git" and path.is_file()):
+            path.unlink()
+    for file in _walk(kept) if kept.is_dir() else ():
+        if file.name in names and file.is_file():
+            place = to / file.relative_to(kept)
+            if place.parent.is_dir() and not place.exists():
+                shutil.copy2(file, place)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Everything below a folder, a folder before what is in it. Links are not followed; a folder
+    whose path is too long for the kernel is removed."""
+    pending = [folder]
+    while pending:
+        current = pending.pop()
+        if len(os.fsencode(current)) > _PATH_BYTES:
+            remove_folder(current)
+            continue
+        for entry in sorted(os.scandir(current), key=lambda each: each.name):
+            path = Path(entry.path)
+            yield path
+            if entry.is_dir(follow_symlinks=False) and path.is_dir():
+                pending.append(path)
+
+
+def _leads_inside(link: Path, folder: Path, own_paths: tuple[Path, ...]) -> bool:
+    """Whether a link leads to a place in `folder`, or to the system. One that goes up after it has
+    gone down does not: what it goes down through could be a link, too."""
+    text = os.readlink(link)
+    parts = [part for part in text.split("/") if part not in ("", ".")]
+    rising = next((n for n, part in enumerate(parts) if part != ".."), len(parts))
+    if ".." in parts[rising:]:
+        return False
+    if not text.startswith("/"):
+        place = Path(os.path.normpath(link.parent.joinpath(*parts)))
+        return place.is_relative_to(folder)
+    if rising:
+        return False
+    place = Path("/", *parts)
+    system = any(place.is_relative_to(each) for each in SYSTEM)
+    return system or any(place.is_relative_to(each) for each in own_paths)
+
+
+def _clean_repository(folder: Path) -> None:
+    """Removes the hooks of a Git repository, and the settings that could name a program."""
+    remove_folder(folder / "hooks")
+    for name in ("hooks", "config.worktree"):
+        if (folder / name).is_symlink() or (folder / name).is_file():
+            (folder / name).unlink()
+    settings = folder / "config"
+    if settings.is_symlink():
+        settings.unlink()
+    if settings.is_file():
+        kept, section = [], ""
+        for line in settings.read_text(encoding="utf-8", errors="replace").splitlines():
+            if found := _GIT_SECTION.match(line):
+                section = found[1].lower()
+                if section in _GIT_KEYS:
+                    kept.append(line)
+            elif (found := _GIT_VALUE.match(line)) and found[1].lower() in _GIT_KEYS.get(
+                section, ""
+            ).split():
+                kept.append(line)
+        settings.write_text("\n".join([*kept, ""]), encoding="utf-8")
