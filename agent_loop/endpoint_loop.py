@@ -16,6 +16,7 @@ from pathlib import Path
 import shortuuid
 
 from agent_loop.errors import AgentLoopError
+from agent_loop.launchers.left_files import remove_folder
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.processes.threads import run_to_end
 from agent_loop.records import (
@@ -28,7 +29,6 @@ from agent_loop.records import (
 )
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.trial.config import TrialConfig
-from agent_loop.trial.folders import remove_folder
 from proxy.records import Session, SessionKind, SessionStatus
 
 

@@ -109,7 +109,7 @@ class Trial:
 
     @property
     def began_with(self) -> Path:
-        """The files of the new working directory that configure tools (`trial/left_files.py`)."""
+        """The files that configured tools when the agent began (`launchers/left_files.py`)."""
         return self.directory / "began"
 
     @property

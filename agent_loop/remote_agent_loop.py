@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import shortuuid
 
 from agent_loop.errors import AgentLoopError, BranchError, LostAgentError
+from agent_loop.launchers.left_files import remove_folder
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.processes.threads import run_to_end
 from agent_loop.records import (
@@ -44,7 +45,7 @@ from agent_loop.records import (
 )
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.trial.config import RecordingConfig, SamplingConfig, TrialConfig
-from agent_loop.trial.folders import FinishedTrials, remove_folder
+from agent_loop.trial.folders import FinishedTrials
 from agent_loop.trial.outcome import Attempt, failed_rollout, grade_trial
 from agent_loop.trial.salvage import LostTrial, Retries, crashed_again
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle, patiently

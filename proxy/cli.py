@@ -65,7 +65,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _announce(admin_key: Path | None, config: ProxyConfig, url: str, said: list[str]) -> None:
-    from proxy.machine.secrecy import without_password  # imported here to keep --help fast
+    from proxy.extra import URL  # imported here to keep --help fast
+    from proxy.machine.secrecy import without_password
     from proxy.settings.extra import extra
 
     session = f"{url}/my-session" if config.sessions.auto_create else url
@@ -77,7 +78,7 @@ def _announce(admin_key: Path | None, config: ProxyConfig, url: str, said: list[
     if admin_key is not None:
         print(f"the admin key is in {admin_key}", flush=True)
     for each in said:
-        print(each.format(url=url), flush=True)
+        print(each.replace(URL, url), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -43,6 +43,9 @@ from proxy.serving.sessions import Sessions
 from proxy.settings.plugins import load_plugin
 from proxy.store.protocol import Store
 
+URL = "{url}"
+"""Stands for the proxy's URL, which is known when it listens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Core:
@@ -102,8 +105,8 @@ class Extra:
         Raises StoreError.
         """
 
-    async def invitation(self, store: Store) -> str:
-        """What `agentic-proxy serve` prints about it when the proxy listens; it may name `{url}`.
+    async def invitation(self, config: ProxyConfig, store: Store) -> str:
+        """What `agentic-proxy serve` prints about it when the proxy listens; it may name URL.
         Called before `open`, or without it."""
         return ""
 

@@ -141,7 +141,7 @@ async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[Pro
 
 
 async def _invitations(config: ProxyConfig, store: Store) -> list[str]:
-    said = [await extra.invitation(store) for extra in open_extras(config)]
+    said = [await extra.invitation(config, store) for extra in open_extras(config)]
     return [each for each in said if each]
 
 

@@ -345,7 +345,7 @@ async def open_fit(
         around = RunServices(config, folder, control, cluster, rank_zero, say, starting)
         async with around.running() as services:
             if services.page is not None:
-                say(f"see everything, live: {services.page} (opens once)")
+                say(f"see everything, live: {services.page}")
             loop = parts.loop(folder, services.proxy, cluster, log.trial_ended)
             producer = parts.own_producer(loop) or make_producer(loop, services.proxy)
             log.follow(producer)

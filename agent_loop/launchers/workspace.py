@@ -9,10 +9,10 @@ from pathlib import Path
 import orjson
 
 from agent_loop.errors import LaunchError
+from agent_loop.launchers.left_files import keep_configuration
 from agent_loop.processes.environment import expand
 from agent_loop.processes.threads import run_to_end
 from agent_loop.records import Trial
-from agent_loop.trial.left_files import keep_configuration
 
 GIT = "git+"
 GIT_TIMEOUT_S = 600.0

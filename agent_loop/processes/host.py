@@ -156,7 +156,8 @@ class Job:
         """The sandbox of a strict wall: of the machine's files, those of the system and what is
         shown. The certificates that the job's environment names stay visible."""
         certificates = (self.env[name] for name in sorted(CERTIFICATES & self.env.keys()))
-        named = [Path(path) for path in (*behind.show, *self.shown, *certificates) if path]
+        given: list[str | Path] = [*behind.show, *self.shown, *certificates]
+        named = [Path(path) for path in given if path]
         secret = {Path(path).resolve() for path in behind.hide}
         shown = [path.absolute() for path in named if path.resolve() not in secret]
         binds = [Bind(path, path, read_only=True) for path in shown if path.exists()]

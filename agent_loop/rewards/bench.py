@@ -1,10 +1,10 @@
 """Where a program or a function judges a trial: behind a wall, on a copy of what the agent left.
 
 Invariant: a judge reads the system, its interpreter and tools, its own declared files, and the copy
-(`trial/left_files.py`); nothing that the agent wrote is on a path from which an interpreter starts
-or imports: `PATH` and `PYTHONPATH` have no relative folder, the home folder and `/tmp` are new and
-empty, and Python takes no module from the working directory. With `sandbox: off` nothing of this
-holds: the judge runs in the agent's working directory itself.
+(`launchers/left_files.py`); nothing that the agent wrote is on a path from which an interpreter
+starts or imports: `PATH` and `PYTHONPATH` have no relative folder, the home folder and `/tmp` are
+new and empty, and Python takes no module from the working directory. With `sandbox: off` nothing of
+this holds: the judge runs in the agent's working directory itself.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from agent_loop.launchers.left_files import copy_left, remove_folder
 from agent_loop.processes.environment import GPUS, behind_wall
 from agent_loop.processes.host import Ended, Job, ProcessHost, own_folders
 from agent_loop.processes.readable import imported, readable
 from agent_loop.processes.threads import run_to_end
 from agent_loop.records import Trial
-from agent_loop.trial.folders import remove_folder
-from agent_loop.trial.left_files import copy_left
 from proxy import wall
 
 _PYTHON = re.compile(r"python[\d.]*")

@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from agent_loop.launchers.left_files import remove_folder
 from proxy.config import RetentionConfig
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes what it can, and ignores errors. An agent can nest folders deeper than Python
-    recurses, for example by copying a folder into itself."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-    except RecursionError:
-        subprocess.run(["rm", "-rf", "--", str(folder.absolute())], stderr=subprocess.DEVNULL)
 
 
 class FinishedTrials:

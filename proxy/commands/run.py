@@ -213,7 +213,9 @@ def configuration(arguments: Namespace) -> ProxyConfig:
 
 def private_files(config: ProxyConfig) -> list[Path]:
     """The proxy's files, which an agent must not read: other sessions, and the admin key."""
-    files = [key_file(config), Path("agentic-proxy-vllm.url").absolute()]
+    key = key_file(config)
+    link = key.with_name(key.name + ".link")
+    files = [key, link, Path("agentic-proxy-vllm.url").absolute()]
     scheme, _, rest = config.store.partition(":///")
     if scheme == "sqlite":
         files += [Path(rest + suffix).absolute() for suffix in ("", "-wal", "-shm")]

@@ -244,8 +244,11 @@ def test_killed_proxy_is_restarted_and_nothing_is_lost(
 
 def assert_page_shows_the_first_step(said: str) -> None:
     """The link that the run printed opens its page, which has the step that has ended."""
-    link = re.search(r"see everything, live: (http\S+)/#link=(\S+)", said)
-    assert link is not None, said
+    file = re.search(r"see everything, live: http\S+ \(the link in (\S+) opens it once", said)
+    assert file is not None, said
+    link = re.fullmatch(r"(http\S+)/#link=(\S+)\n", Path(file[1]).read_text())
+    assert link is not None
+    assert link[2] not in said
     url, secret = link.groups()
     with httpx.Client(base_url=url) as opened:
         assert opened.post("/view/log_in", json={"secret": secret}).status_code == 200

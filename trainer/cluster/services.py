@@ -47,7 +47,7 @@ class Services:
     proxy: ProxyClient
     """The proxy's control plane."""
     page: str | None = None
-    """The link that opens the run's page once; None for a proxy that the run did not start."""
+    """What is said of the run's page; None for a proxy that the run did not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class RunServices:
             await self.control.wait_for(workers.start(proxy.url, client))
             if workers.lives is not None:
                 self.control.watch(workers.lives)
-            yield Services(engines, client, f"{proxy.url}/#link={await _new_link(self.folder)}")
+            yield Services(engines, client, await _said_link(self.folder, proxy.url))
 
     async def _begin_engines(self, stack: AsyncExitStack) -> tuple[RunEngines, StartingEngines]:
         """The run's engines, whose replicas may still start."""
@@ -155,12 +155,14 @@ class RunServices:
         return proxy
 
 
-async def _new_link(folder: RunFolder) -> str:
-    """The secret of a link that opens the run's page once."""
+async def _said_link(folder: RunFolder, url: str) -> str:
+    """What is said of a link that opens the run's page once."""
     store = await open_store(f"sqlite:///{folder.sessions.absolute()}")
     try:
-        link: str = await extra("proxy.extras.view.access:new_link")(store.browser)
-        return link
+        secret = await extra("proxy.extras.view.access:new_link")(store.browser)
+        said_link = extra("proxy.extras.view.access:said_link")
+        said: str = said_link(url, secret, folder.path.absolute() / "page.link")
+        return said
     finally:
         await store.close()
 

@@ -12,11 +12,14 @@ searched for a key that somebody chose.
 from __future__ import annotations
 
 import hmac
+import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -26,8 +29,10 @@ from proxy.errors import ConfigurationError
 from proxy.http.server import api_key
 from proxy.store.browser import Browser, Grant, GrantKind
 
-LINK_S = 24 * 3600.0
-"""Seconds for which a link that nobody has opened stays valid."""
+LINK_S = 600.0
+"""Seconds for which a link that nobody has opened stays valid: until its reader has seen it."""
+LINK_SUFFIX = ".link"
+"""Of the file beside the proxy's key file that holds the link where it is not printed."""
 COOKIE_S = 7 * 24 * 3600.0
 LINK_NAME, ADMIN_NAME = "link", "admin"
 """Names of the cookies that come from a link and from the admin key."""
@@ -67,8 +72,9 @@ class Access:
         return await self._reader(request) is not None
 
     async def may_save(self, request: web.Request) -> bool:
-        """Whether it is the administrator's: by the admin key, or the link that `serve` printed."""
-        return await self._reader(request) in (ADMIN_NAME, LINK_NAME)
+        """Whether it is the administrator's, by the admin key. A link only reads: it is printed,
+        and what is printed is often kept."""
+        return await self._reader(request) == ADMIN_NAME
 
     async def _reader(self, request: web.Request) -> str | None:
         """The name of the grant by which the request may read; None: it may not."""
@@ -119,6 +125,23 @@ class Access:
 async def new_link(browser: Browser) -> str:
     """The secret of a link that opens the page once."""
     return await _grant(browser, GrantKind.LINK, LINK_NAME, LINK_S)
+
+
+def said_link(url: str, secret: str, file: Path) -> str:
+    """What a command says about a link: the link itself on a terminal; elsewhere, where the output
+    may be a log that others read, the file of its user's that holds it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    link, minutes = f"{url}/#link={secret}", int(LINK_S / 60)
+    if sys.stdout.isatty():
+        return f"{link} (opens once, within {minutes} minutes)"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+        written.write(f"{link}\n")
+    return f"{url} (the link in {file} opens it once, within {minutes} minutes)"
 
 
 async def new_key(browser: Browser, name: str) -> str:

@@ -142,8 +142,8 @@ class ViewApi:
         cookie = await self._access.log_in(secret) if isinstance(secret, str) else None
         if cookie is None:
             raise SessionError(
-                "this link or key does not open the page: a link works once, within a day; make a"
-                " key with `agentic-proxy view-key create NAME`, or give the admin key",
+                "this link or key does not open the page: a link works once, within minutes;"
+                " make a key with `agentic-proxy view-key create NAME`, or give the admin key",
                 status=401,
             )
         response = answer({})

@@ -16,11 +16,11 @@ from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
-from proxy.admin_key import AdminKeys
+from proxy.admin_key import AdminKeys, key_file
 from proxy.commands.sessions import named_store
 from proxy.config import ListenConfig
 from proxy.errors import ConfigurationError
-from proxy.extras.view.access import Access, new_key, new_link
+from proxy.extras.view.access import LINK_SUFFIX, Access, new_key, new_link, said_link
 from proxy.extras.view.api import PAGE, ViewApi, add_page
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.server import app_runner
@@ -51,7 +51,10 @@ async def view(arguments: Namespace) -> int:
         except OSError as error:
             raise unusable_port("--port", listen.host, listen.port, error) from error
         host, port = runner.addresses[0][:2]
-        print(f"{http_url(host, port)}/#link={await new_link(store.browser)}", flush=True)
+        key = key_file(config)
+        file = key.with_name(key.name + LINK_SUFFIX)
+        link = said_link(http_url(host, port), await new_link(store.browser), file)
+        print(link, flush=True)
         if tokenizer is None:
             print("add --model FOLDER to see the text of tokens", flush=True)
         await stop.wait()

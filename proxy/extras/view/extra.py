@@ -6,9 +6,10 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from proxy.admin_key import AdminKeys
-from proxy.extra import Core, Extra
-from proxy.extras.view.access import Access, new_link
+from proxy.admin_key import AdminKeys, key_file
+from proxy.config import ProxyConfig
+from proxy.extra import URL, Core, Extra
+from proxy.extras.view.access import LINK_SUFFIX, Access, new_link, said_link
 from proxy.extras.view.answers import RecordState
 from proxy.extras.view.api import ROUTES, ViewApi
 from proxy.extras.view.runs import RecordedRuns
@@ -51,9 +52,11 @@ class Page(Extra):
     async def serve(self, route: Route, request: web.Request) -> web.StreamResponse:
         return await self._api.serve(route, request)
 
-    async def invitation(self, store: Store) -> str:
-        secret = await new_link(store.browser)
-        return f"see everything, live: {{url}}/#link={secret} (opens once)"
+    async def invitation(self, config: ProxyConfig, store: Store) -> str:
+        key = key_file(config)
+        file = key.with_name(key.name + LINK_SUFFIX)
+        said = said_link(URL, await new_link(store.browser), file)
+        return f"see everything, live: {said}"
 
     async def stop(self) -> None:
         self._api.close()

@@ -32,8 +32,13 @@ async def test_view_shows_a_store_after_the_fact(store_file: Path) -> None:
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     printed = (await process.stdout.readline()).decode()
-    found = re.fullmatch(r"(http://127\.0\.0\.1:\d+)/#link=(\S+)\n", printed)
-    assert found, printed
+    said = re.fullmatch(r"(http\S+) \(the link in (\S+) opens it once, within 10 .*\)\n", printed)
+    assert said, printed  # it is no terminal
+    assert Path(said[2]).stat().st_mode & 0o077 == 0
+    link = Path(said[2]).read_text()
+    found = re.fullmatch(r"(http://127\.0\.0\.1:\d+)/#link=(\S+)\n", link)
+    assert found, link
+    assert found[2] not in printed
     jar = aiohttp.CookieJar(unsafe=True)
     async with aiohttp.ClientSession(found[1], cookie_jar=jar) as http:
         async with http.get("/view/sessions") as response:

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agent_loop.errors import RewardError
-from agent_loop.trial.folders import remove_folder
 from proxy.wall import SYSTEM
 
 CONFIGURATION = frozenset(
@@ -100,6 +99,15 @@ def copy_left(workspace: Path, seen_at: Path, kept: Path, to: Path, *, tests: bo
             place = to / file.relative_to(kept)
             if place.parent.is_dir() and not place.exists():
                 shutil.copy2(file, place)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes what it can, and ignores errors. An agent can nest folders deeper than Python
+    recurses, for example by copying a folder into itself."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", str(folder.absolute())], stderr=subprocess.DEVNULL)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
