@@ -259,7 +259,7 @@ class RunLog:
             step = int(self.summary.get("steps", 0)) + (kind == "train")
             self._log_trials(step, kind, [rollout], **name)
         self._summarise(status=status, **values)
-        self._judge()
+        self._judge(say=False)  # the end of the run says all of it
 
     @property
     def verdict(self) -> VerdictJson | None:
@@ -267,13 +267,13 @@ class RunLog:
         found: VerdictJson | None = self.summary.get("verdict")
         return found
 
-    def _judge(self) -> None:
+    def _judge(self, *, say: bool = True) -> None:
         """Decides how the run is doing from its folder, and says it if that has changed."""
         before = None if self.verdict is None else self.verdict["verdict"]
         evidence = self._record.read()
         verdict = RunVerdict(self.folder.path, evidence, self.summary, self._config).json()
         self._summarise(verdict=verdict)
-        if verdict["verdict"] not in (before, Word.TOO_EARLY):
+        if say and verdict["verdict"] not in (before, Word.TOO_EARLY):
             self.progress.say(f"verdict: {verdict['verdict']}. {verdict['sentence']}")
 
     def close(self) -> None:
