@@ -45,7 +45,7 @@ from trainer.run.log import RunLog, failure_of
 from trainer.run.warned_errors import errors_as_warnings
 from trainer.settings.sources import dump, load
 
-PLANNED = "model.gradient_checkpointing"
+PLANNED = frozenset({"model.gradient_checkpointing", "model.recomputed_layers"})
 """The key whose value `fitted` decides if it is None."""
 
 
@@ -130,7 +130,7 @@ def _begin_new(parts: Parts, *notes: str) -> int:
 
 def _planned(model: ModelConfig) -> frozenset[str]:
     """The keys that the plan of GPUs decides, because they are not given."""
-    return frozenset({PLANNED} if model.gradient_checkpointing is None else ())
+    return PLANNED if model.gradient_checkpointing is None else frozenset()
 
 
 def _changed_keys(written: str, config: Section, planned: frozenset[str]) -> list[str]:

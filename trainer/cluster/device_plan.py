@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from trainer.policy.memory import (
     adapter_weights,
     count_weights,
     rank_memory,
+    recomputable,
 )
 from trainer.policy.model import ModelConfig, context_limit, load_settings
 from trainer.ranks_config import RanksConfig
@@ -133,6 +135,13 @@ class DevicePlan:
     """Number of ranks over which each of several copies of the weights is sharded; 0: one copy."""
     checkpoints: bool = False
     """Whether `model.gradient_checkpointing` is on, by the configuration or because it must be."""
+    recomputed: int | None = None
+    """`model.recomputed_layers`, likewise."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether an engine and a rank are on one GPU."""
+        return not {gpu for each in self.engines for gpu in each}.isdisjoint(self.ranks)
 
     def engine_config(self, engine: EnginesConfig, number: int, visible: str) -> EnginesConfig:
         """The settings of an engine with its GPUs. `visible`: this process's own
@@ -241,9 +250,10 @@ def plan_devices(
 
 
 def fitted(config: C, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> C:
-    """The configuration with what the plan decides: `model.gradient_checkpointing`, if it is None.
-    Under torchrun on several machines it is on, because each makes a plan of its own, and all ranks
-    must compute alike.
+    """The configuration with what the plan decides, if `model.gradient_checkpointing` is None: that
+    key, and `model.recomputed_layers`, the fewest with which everything fits. Under torchrun on
+    several machines all layers are recomputed, because each machine makes a plan of its own, and
+    all ranks must compute alike.
 
     Raises:
         ConfigError: as `plan_devices`.
@@ -251,8 +261,10 @@ def fitted(config: C, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.e
     plan = plan_devices(config, gpus, environment)
     if config.model.gradient_checkpointing is not None:
         return config
-    on = plan is not None and (plan.checkpoints or _on_several_machines(environment))
-    return config.model_copy(update={"model": _checkpointing(config, on)})
+    if plan is None or _on_several_machines(environment):
+        return config.model_copy(update={"model": _checkpointing(config, plan is not None)})
+    chosen = _checkpointing(config, plan.checkpoints, plan.recomputed)
+    return config.model_copy(update={"model": chosen})
 
 
 def _on_several_machines(environment: Mapping[str, str]) -> bool:
@@ -261,9 +273,10 @@ def _on_several_machines(environment: Mapping[str, str]) -> bool:
     return environment.get("LOCAL_WORLD_SIZE", ranks) != ranks
 
 
-def _checkpointing(config: RanksConfig, on: bool) -> ModelConfig:
+def _checkpointing(config: RanksConfig, on: bool, layers: int | None = None) -> ModelConfig:
     on = on or config.model.activation_offload
-    return config.model.model_copy(update={"gradient_checkpointing": on})
+    given = {"gradient_checkpointing": on, "recomputed_layers": layers}
+    return config.model.model_copy(update=given)
 
 
 @functools.lru_cache(maxsize=4)
@@ -278,12 +291,26 @@ def _planned(
     servers = {key: VllmConfig.model_validate_json(each) for key, each in judges}
     if config.model.gradient_checkpointing is not None or not local_ranks:
         return _fitting(config, servers, gpus, visible, local_ranks)
+
+    def plan(on: bool, layers: int | None = None) -> DevicePlan:
+        chosen = config.model_copy(update={"model": _checkpointing(config, on, layers)})
+        return _fitting(chosen, servers, gpus, visible, local_ranks)
+
+    def fits(layers: int) -> bool:
+        try:
+            return bool(plan(True, layers))
+        except RankTooLargeError:
+            return False
+
     try:
-        without = config.model_copy(update={"model": _checkpointing(config, False)})
-        return _fitting(without, servers, gpus, visible, local_ranks)
+        return plan(False)
     except RankTooLargeError:
-        on = config.model_copy(update={"model": _checkpointing(config, True)})
-        return _fitting(on, servers, gpus, visible, local_ranks)
+        whole = plan(True)
+    if config.model.activation_offload or (whole.shared and not config.engine.sleep):
+        return whole  # what a rank leaves is for the engine beside it
+    counts = recomputable(load_settings(config.model.path))
+    fewest = bisect_left(counts, True, key=fits)
+    return plan(True, counts[fewest]) if fewest < len(counts) - 1 else whole
 
 
 def _fitting(
@@ -340,6 +367,7 @@ def _fitting(
         trainer.context_parallel,
         shards,
         bool(config.model.gradient_checkpointing),
+        config.model.recomputed_layers,
     )
 
 

@@ -47,7 +47,7 @@ def compile_layers(layers: Sequence[nn.Module], backend: Any = "inductor") -> No
     Hooks of a layer (FSDP2, gradient checkpointing) stay outside.
     """
     for layer in layers:
-        layer.forward = _patched(  # type: ignore[method-assign]
+        layer.forward = _patched(
             torch.compile(layer.forward, backend=_keeping_products(backend), dynamic=True)
         )
 
@@ -66,7 +66,7 @@ def _keeping_products(backend: Any) -> Callable[..., Any]:
     object for each backend: torch compiles again for another."""
     compiler = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
 
-    def compiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+    def compiled(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         with torch._functorch.config.patch(KEEP_PRODUCTS):
             return compiler(graph, inputs)
 
@@ -84,8 +84,8 @@ def outside_graphs(function: F) -> F:
         with counting.outside(arguments, named):
             return function(*arguments, **named)
 
-    why = "uses the layout of the row; see trainer.policy.compiled_layers"
-    outside: F = torch.compiler.disable(called, reason=why)
+    disable: Any = torch.compiler.disable
+    outside: F = disable(called, reason="uses the layout of the row")
     return outside
 
 

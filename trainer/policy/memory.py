@@ -10,6 +10,7 @@ Shapes: `T` tokens of a micro-batch, `V` vocabulary, `D` hidden size.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -109,7 +110,7 @@ def rank_memory(
     `frozen_models`: references and teachers of its size."""
     settings = settings.get_text_config()
     compute_bytes = DTYPES[model.compute_dtype].itemsize
-    whole = _without_memory(settings)
+    whole = _without_memory(_Settings(settings))
     count = _weights(whole)
     layers = [_weights(layer) for layer in whole.get_decoder().layers]
     adapters = [] if model.lora is None else _adapter_weights(whole, model)
@@ -133,6 +134,14 @@ def rank_memory(
     )
 
 
+def recomputable(settings: Any) -> range:
+    """The numbers of layers of which a plan may recompute the first: whole repetitions of the
+    model's pattern of layers, so that each kind has its share."""
+    text = settings.get_text_config()
+    period, depth = _pattern(_Settings(text)), text.num_hidden_layers
+    return range(period, depth + 1, period)
+
+
 def _largest(whole: nn.Module, adapters: Sequence[int]) -> int:
     """Size of the largest trained weight, whose moments are on the GPU if the others are in the
     machine's memory."""
@@ -142,36 +151,50 @@ def _largest(whole: nn.Module, adapters: Sequence[int]) -> int:
 def kept_per_token(settings: Any, model: ModelConfig) -> float:
     """Bytes that autograd keeps of a token and layer, in the mean of the layers."""
     text = settings.get_text_config()
-    period = _period(layer_kinds(text))
+    period = _pattern(_Settings(text))
     sizes = [
         _saved(with_depth(text, depth), model, _one_path(tokens, ContextRanks())).size
         for tokens in (KEPT_TOKENS, 2 * KEPT_TOKENS)
         for depth in (period, min(2 * period, text.num_hidden_layers))
     ]
-    more = min(2 * period, text.num_hidden_layers) - period
+    more: int = min(2 * period, text.num_hidden_layers) - period
     if not more:  # no two repetitions: with what embeddings and output layer keep
-        return (sizes[2] - sizes[0]) / period / KEPT_TOKENS
-    return (sizes[3] - sizes[2] - sizes[1] + sizes[0]) / more / KEPT_TOKENS
+        return (sizes[2] - sizes[0]) / (period * KEPT_TOKENS)
+    return (sizes[3] - sizes[2] - sizes[1] + sizes[0]) / (more * KEPT_TOKENS)
 
 
 def count_weights(settings: Any) -> int:
     """The number of weights of the text model of these settings."""
-    return _weights(_without_memory(settings.get_text_config()))
+    return _weights(_without_memory(_Settings(settings.get_text_config())))
 
 
 def adapter_weights(settings: Any, rank: int) -> int:
     """The number of weights of an adapter on every linear layer, the output layer included, for
     which an engine keeps room."""
-    linear = [
-        m for m in _without_memory(settings.get_text_config()).modules() if isinstance(m, nn.Linear)
-    ]
+    whole = _without_memory(_Settings(settings.get_text_config()))
+    linear = [each for each in whole.modules() if isinstance(each, nn.Linear)]
     return sum(rank * (each.in_features + each.out_features) for each in linear)
 
 
-def _without_memory(settings: Any) -> Any:
+class _Settings:
+    """Text settings that are compared by their contents: a plan asks for the same model often."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.key = settings.to_json_string(use_diff=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Settings) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@functools.lru_cache(maxsize=2)
+def _without_memory(given: _Settings) -> Any:
     """The model of these settings, whose weights have shapes only."""
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(given.settings))
         model.tie_weights()  # not done without initialisation
     return model
 
@@ -190,26 +213,44 @@ def _adapter_weights(whole: Any, model: ModelConfig) -> list[int]:
 
 def _passes(settings: Any, model: ModelConfig, context_parallel: int) -> int | None:
     """The peak of what a forward and backward pass adds to weights, gradients and moments."""
+    tokens = -(-model.max_micro_batch_tokens // context_parallel)
+    head = _head_bytes(settings, model, tokens)
+    given, depth = _Settings(settings), settings.num_hidden_layers
+    count = min(model.recomputed_layers or depth, depth) if model.checkpoints else 0
+    whole = model.model_copy(update={"recomputed_layers": None})
+    none = whole.model_copy(update={"gradient_checkpointing": False})
     try:
-        return _counted(settings, model, ContextRanks(context_parallel))
+        if count == 0:
+            kept, layer = _counted(given, none, context_parallel)
+            return int(kept + max(layer, head))
+        kept, layer = _counted(given, whole, context_parallel)
+        if count == depth:
+            return int(kept + max(layer, head))
+        more, other = _counted(given, none, context_parallel)
     except RuntimeError as error:  # all that FakeTensorMode raises
         _log.info("the activations of %s are not estimated: %s", settings.model_type, error)
         return None
+    # The others come first in the backward pass, and have freed what they kept when these come.
+    first = more + count / depth * (kept - more) + max(other, head)
+    return int(max(first, kept + layer))
 
 
-def _counted(settings: Any, model: ModelConfig, ranks: ContextRanks) -> int:
+@functools.lru_cache(maxsize=8)
+def _counted(given: _Settings, model: ModelConfig, context_parallel: int) -> tuple[float, float]:
+    """Bytes that a pass over the largest micro-batch keeps, and those that the backward pass of its
+    largest layer adds."""
+    settings, ranks = given.settings, ContextRanks(context_parallel)
     tokens, of_a_rank = model.max_micro_batch_tokens, SAMPLED_TOKENS * ranks.size
-    if tokens > 2 * of_a_rank:
-        # All that is kept grows with the tokens alone: nothing of the attention is kept per pair.
-        kept, layer = (
-            twice + (tokens / of_a_rank - 2) * (twice - once)
-            for once, twice in zip(
-                *(_pass(settings, model, n * of_a_rank, ranks) for n in (1, 2)), strict=True
-            )
+    if tokens <= 2 * of_a_rank:
+        return _pass(settings, model, tokens, ranks)
+    # All that is kept grows with the tokens alone: nothing of the attention is kept per pair.
+    kept, layer = (
+        twice + (tokens / of_a_rank - 2) * (twice - once)
+        for once, twice in zip(
+            *(_pass(settings, model, n * of_a_rank, ranks) for n in (1, 2)), strict=True
         )
-    else:
-        kept, layer = _pass(settings, model, tokens, ranks)
-    return int(kept + max(layer, _head_bytes(settings, model, -(-tokens // ranks.size))))
+    )
+    return kept, layer
 
 
 def _pass(
@@ -219,25 +260,24 @@ def _pass(
     largest layer adds."""
     micro = _one_path(tokens, ranks)
     depth = settings.num_hidden_layers
-    period = _period(layer_kinds(settings))
+    period = _pattern(_Settings(settings))
     kept: float
     if 2 * period > depth:
         kept = _saved(settings, model, micro).size
     else:
         once, twice = (_saved(with_depth(settings, n * period), model, micro).size for n in (1, 2))
         kept = once + (depth / period - 1) * (twice - once)
-    # the backward pass of a compiled layer may compute again what it did not keep
     keeps = {
         "gradient_checkpointing": False,
         "recomputed_layers": None,
         "activation_offload": False,
-        "compile_layers": False,
     }
     whole = model.model_copy(update=keeps)
     largest = _saved(with_depth(settings, min(period, depth)), whole, micro)
     # The backward pass of a layer holds the gradients of what the layer keeps; with gradient
-    # checkpointing also what it keeps, which is computed again.
-    again = 2 if model.checkpoints else 1
+    # checkpointing also what it keeps, which is computed again; and that of a compiled layer as much
+    # of what it did not keep.
+    again = 1 + model.checkpoints + model.compiles
     return kept, largest.of_a_layer * again + largest.extra
 
 
@@ -321,6 +361,12 @@ def _one_path(tokens: int, ranks: ContextRanks) -> MicroBatch:
     for part in ("runs", "parents", "parent_runs", "depths"):
         getattr(micro.layout, part)
     return micro
+
+
+@functools.lru_cache(maxsize=8)
+def _pattern(given: _Settings) -> int:
+    """The length of the pattern of the model's layers."""
+    return _period(layer_kinds(given.settings))
 
 
 def _period(kinds: Sequence[Any]) -> int:

@@ -19,6 +19,7 @@ from trainer.cluster.local import LocalCluster
 from trainer.cluster.local_engine import replica_server
 from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError
+from trainer.policy.model import load_settings
 from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.folder import RunFolder
@@ -123,6 +124,50 @@ def test_gradient_checkpointing_is_on_where_a_rank_does_not_fit_without_it(model
     with pytest.raises(ConfigError, match=r"a rank needs .*model\.gradient_checkpointing=true"):
         decided(between, gradient_checkpointing=False)
     assert fitted(config(model), []).model.gradient_checkpointing is False
+
+
+WHOLE = {"compute_dtype": "bfloat16"}
+ADAPTER = {"weights_dtype": "bfloat16", "lora": {"rank": 16}}
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "own", "recomputes"),
+    [(24, ADAPTER, True), (80, WHOLE, True), (141, WHOLE, False)],
+)
+def test_memory_is_used_and_the_fewest_layers_are_recomputed(
+    tmp_path: Path, gigabytes: int, own: dict[str, Any], recomputes: bool
+) -> None:
+    """Micro-batches of 32,768 tokens of Qwen3-1.7B."""
+    Qwen3Config(
+        hidden_size=2048,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=6144,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(tmp_path)
+    own = {"max_micro_batch_tokens": 32768, **own}
+    given = config(tmp_path, model=own, engine={"urls": ("http://127.0.0.1:1",)})
+    gpu = Gpu("made-up", gigabytes * 10**9)
+
+    def needed(layers: int) -> int:
+        more = {"gradient_checkpointing": layers > 0, "recomputed_layers": layers or None}
+        chosen = given.model_copy(update={"model": given.model.model_copy(update=more)})
+        rank = device_plan._rank_memory(chosen, load_settings(tmp_path))
+        return rank.total + device_plan.CONTEXT_BYTES
+
+    model = fitted(given, [gpu]).model
+    assert model.gradient_checkpointing is recomputes
+    count = model.recomputed_layers or 0
+    assert (count > 0) is recomputes
+    assert needed(count) <= gpu.usable
+    if recomputes:
+        assert needed(count - 1) > gpu.usable
+        assert needed(count) > 0.9 * gpu.usable
 
 
 @pytest.mark.parametrize("count", [0, 2])
