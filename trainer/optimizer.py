@@ -113,13 +113,14 @@ class OneByOneAdamW(Optimizer):
         kept = [_local(state[name]) for name in MOMENTS]
         first, second = (moment.to(device, non_blocking=True) for moment in kept)
         exact = own.float()  # the weight itself if it is float32
-        step = state["step"].to(device)
+        # made there, because a copy of the host's would be waited for
+        step = torch.full((), float(state["step"]), device=device)
         adamw(
             [exact], [_local(weight.grad).float()], [first], [second], [], [step],
             fused=True, amsgrad=False, maximize=False, lr=group["lr"], beta1=group["betas"][0],
             beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip
-        state["step"].copy_(step)
+        state["step"] += 1
         if own.dtype == torch.bfloat16:
             seed = int(state["step"]) << 20 | number
             own.copy_(rounded(exact, torch.Generator(device).manual_seed(seed)))
@@ -206,6 +207,11 @@ class Stepper:
         self.max_grad_norm = config.max_grad_norm
         self.optimizer = _build_optimizer(model, config)
         self.schedule = _build_schedule(self.optimizer, config, total_steps)
+        own = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        self._skips = type(self.optimizer) is AdamW and all(
+            weight.is_cuda and not isinstance(weight, DTensor) for weight in own
+        )
+        """Whether the optimizer itself changes nothing if it is told so by `found_inf`."""
         if any(weight.is_cuda for weight in model.parameters()):
             # At the first step, they would lie in memory that the passes have freed, none of which
             # could then be given back to an engine on the same GPU.
@@ -217,16 +223,20 @@ class Stepper:
         Raises GradientError, and leaves the weights unchanged, if the gradient is not finite.
         """
         norm = self._clip(self.model, self.max_grad_norm)
-        if not torch.isfinite(norm):
-            self.clear()
-            raise GradientError(f"the gradient's norm is {float(norm)}; the weights are unchanged")
+        finite = torch.isfinite(norm)
         lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.schedule.step()
-        self.clear()
+        if self._skips:  # by its kernel, for which the host does not wait
+            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        if self._skips or finite:
+            self.optimizer.step()
         # Reading the norm waits for the step, so that weights and moments are complete for what
         # reads them next: other streams, and the host.
-        return {"grad_norm": float(norm), "lr": float(lr)}
+        found = float(norm)
+        self.clear()
+        if not math.isfinite(found):
+            raise GradientError(f"the gradient's norm is {found}; the weights are unchanged")
+        self.schedule.step()
+        return {"grad_norm": found, "lr": float(lr)}
 
     def clear(self) -> None:
         """Discards the gradient."""

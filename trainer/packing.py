@@ -25,6 +25,7 @@ from torch import Tensor
 
 from proxy.records import Ids
 from trainer.batch import Batch, RowPlan, Unit
+from trainer.transfers import sent
 
 Counts = npt.NDArray[np.int64]
 Run = tuple[int, int, int]
@@ -48,7 +49,10 @@ class Layout:
 
     def to(self, device: torch.device) -> Self:
         """The same layout with its tensor on that device."""
-        return replace(self, ends=self.ends.to(device))
+        moved = replace(self, ends=sent(self.ends, device))
+        if device != self.ends.device:  # derived here, because a GPU would be waited for
+            moved.__dict__.update(runs=self.runs, parent_runs=self.parent_runs)
+        return moved
 
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -64,7 +68,7 @@ class Layout:
         parents = torch.arange(-1, len(self.ends) - 1)
         for run, parent in zip(self.runs, self.parent_runs, strict=True):
             parents[run[0]] = -1 if parent is None else self.runs[parent][1] - 1
-        return parents.to(self.ends.device)
+        return sent(parents, self.ends.device)
 
     @functools.cached_property
     def parent_runs(self) -> tuple[int | None, ...]:
@@ -85,7 +89,7 @@ class Layout:
         for (start, stop, _), parent in zip(self.runs, self.parent_runs, strict=True):
             first = 0 if parent is None else int(depths[self.runs[parent][1] - 1]) + 1
             depths[start:stop] = torch.arange(first, first + stop - start)
-        return depths.to(self.ends.device)
+        return sent(depths, self.ends.device)
 
     def path(self, run: int) -> Tensor:
         """Indices of the tokens before the run on its path, in order."""
@@ -131,12 +135,12 @@ class MicroBatch:
         """The same micro-batch with its tensors on that device."""
         return replace(
             self,
-            ids=self.ids.to(device),
-            positions=self.positions.to(device),
+            ids=sent(self.ids, device),
+            positions=sent(self.positions, device),
             layout=self.layout.to(device),
-            targets=self.targets.to(device),
-            predictors=self.predictors.to(device),
-            experts=None if self.experts is None else self.experts.to(device),
+            targets=sent(self.targets, device),
+            predictors=sent(self.predictors, device),
+            experts=None if self.experts is None else sent(self.experts, device),
         )
 
 

@@ -15,6 +15,7 @@ event that follows it, was synchronized; a blocking copy to the machine synchron
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,12 +28,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 MIB = 2**20
 HOST = torch.device("cpu")
+OURS = "/trainer/"
+"""In the paths of files whose lines are named."""
 
 
 class WrongDeviceError(RuntimeError):
@@ -225,6 +229,8 @@ class Card:
         self.allocators = [Allocator() for _ in range(count)]
         self.calls: list[str] = []
         """Names of the functions of `torch.cuda` that were called, in order."""
+        self.waits: list[str] = []
+        """Where the host has waited for the card: the operation, and the line of ours."""
         self._uses: dict[int, Use] = {}
         """By the address of a storage."""
         self._pinned: set[int] = set()
@@ -326,7 +332,13 @@ class Card:
         # CUDA copies from pageable memory before it returns.
         late = late and (host is into or self.is_pinned(host))
         if not late:
+            self._waited(what)
             stream.synchronize()
+
+    def _waited(self, what: Any) -> None:
+        names = [f"{each.filename}:{each.lineno}" for each in traceback.extract_stack()]
+        ours = [each for each in names if OURS in each and __file__ not in each]
+        self.waits.append(f"{what} at {ours[-1] if ours else names[-1]}")
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         flat = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
@@ -424,7 +436,12 @@ class Card:
         if not _is_view(func):
             stream.issued += 1
         gives_value = not isinstance(out, Tensor | list | tuple | None)
-        if gives_value or func.overloadpacket.__name__ in _BLOCKING:
+        # a mask of an index becomes indices, of which the host must know how many there are
+        masked = func.overloadpacket.__name__ in _INDEXED and any(
+            isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]
+        )
+        if gives_value or masked or func.overloadpacket.__name__ in _BLOCKING:
+            self._waited(func)
             stream.synchronize()
         return result
 
@@ -585,6 +602,17 @@ def _module_to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     return module
 
 
+def _by_device(lists: list[list[Tensor]]) -> dict[Any, Any]:
+    """As torch's own, which is compiled and sees that the numbers are in the machine's memory."""
+    groups: dict[Any, Any] = {}
+    for column in zip(*lists, strict=True):
+        key = column[0].device, column[0].dtype
+        found, _ = groups.setdefault(key, ([[] for _ in lists], []))
+        for values, value in zip(found, column, strict=True):
+            values.append(value)
+    return groups
+
+
 @contextmanager
 def pretended(count: int = 1, memory: int = 80 * 2**30) -> Iterator[Card]:
     """A machine with this number of GPUs of `memory` bytes."""
@@ -674,6 +702,9 @@ def pretended(count: int = 1, memory: int = 80 * 2**30) -> Iterator[Card]:
             patch.object(torch.accelerator, "current_device_index", lambda: card.current)
         )
         stack.enter_context(patch.object(torch, "Generator", OnHost))
+        stack.enter_context(
+            patch.object(clip_grad, "_group_tensors_by_device_and_dtype", _by_device)
+        )
         stack.enter_context(patch.object(torch, "autocast", autocast_on_host))
         stack.enter_context(patch.object(nn.Module, "to", _module_to))
         stack.enter_context(_Dispatch(card))

@@ -29,7 +29,8 @@ from trainer.batch import Batch
 from trainer.cluster.device_plan import RESERVED_SHARE
 from trainer.extras.relay.published_weights import Publisher, described
 from trainer.learning.models import FreeCache, Models
-from trainer.optimizer import OptimizerConfig, Stepper
+from trainer.learning.steps import update_policy
+from trainer.optimizer import GradientError, OptimizerConfig, Stepper
 from trainer.packing import Layout, MicroBatch
 from trainer.policy import attention, mask
 from trainer.policy.mask import AttentionMask, block_mask
@@ -115,6 +116,60 @@ def test_step_on_a_card_is_that_of_a_cpu_and_touches_no_other_card(
     assert found.keys() == expected.keys()
     assert not [name for name in found if not torch.equal(found[name], expected[name])]
     assert [bool(each.peak) for each in card.allocators] == [False, True]
+
+
+@pytest.mark.parametrize("model", [{}, {"gradient_checkpointing": True}], ids=["kept", "again"])
+def test_host_waits_for_the_card_only_to_read_what_a_step_reports(
+    checkpoint: Path, model: dict[str, Any]
+) -> None:
+    """Twice in an optimizer step: for the metrics of all micro-batches, before the weights change,
+    and for the norm of the gradient, after they have."""
+    batch = make_batch(1)
+    algorithm = Algorithm(AlgorithmConfig())
+    algorithm.compute_advantages(batch)
+    with pretend() as card:
+        policy = trained(checkpoint, "cuda:0", {}, {"max_micro_batch_tokens": 48, **model})
+        assert len(policy.pack(batch)) > 1
+        policy.compute_logprobs(batch, temperature=1.0)
+        card.waits.clear()
+        scores = policy.compute_logprobs(batch, temperature=1.0)
+        assert len(card.waits) == 1, card.waits
+        batch.prox_logprobs = scores.logprobs
+        card.waits.clear()
+        models = Models(policy, algorithm)
+        metrics = update_policy(
+            models, batch, temperature=1.0, version=0, generator=torch.Generator()
+        )
+        assert len(card.waits) == 2, card.waits
+    assert metrics["grad_norm"] > 0
+
+
+def test_masks_of_windows_are_made_without_waiting_for_the_card(card: Card) -> None:
+    at = torch.arange(300)
+    layout = Layout(torch.full_like(at, 300), 300).to(torch.device("cuda:0"))
+    card.waits.clear()
+    for window in (None, 64):
+        block_mask(layout, window)
+    assert not card.waits
+
+
+def test_gradient_that_is_not_finite_changes_nothing_on_a_card(checkpoint: Path) -> None:
+    batch = make_batch(1)
+    with pretend() as card:
+        policy = trained(checkpoint, "cuda:0", {}, {})
+        policy.accumulate(policy.pack(batch), batch, loss(batch), temperature=1.0)
+        policy.step()
+        before = {name: tensor.cpu() for name, tensor in policy.named_hf_parameters()}
+        policy.accumulate(policy.pack(batch), batch, loss(batch), temperature=1.0)
+        next(policy.model.parameters()).grad.fill_(float("inf"))
+        card.waits.clear()
+        with pytest.raises(GradientError, match="the weights are unchanged"):
+            policy.step()
+        assert len(card.waits) == 1
+        after = {name: tensor.cpu() for name, tensor in policy.named_hf_parameters()}
+        counts = {float(each["step"].cpu()) for each in policy.stepper.optimizer.state.values()}
+    assert counts == {1.0}
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_tensor_of_another_device_in_a_step_is_an_error(checkpoint: Path, card: Card) -> None:

@@ -26,6 +26,7 @@ from trainer.algorithms.token_loss import (
 )
 from trainer.batch import Batch
 from trainer.errors import TrainingError
+from trainer.transfers import sent
 
 
 class Algorithm:
@@ -152,7 +153,7 @@ class Algorithm:
 
         def function(logprobs: Tensor, entropy: Tensor, targets: Tensor) -> TokenLoss:
             def of(column: Tensor) -> Tensor:
-                return column[targets].to(logprobs.device)
+                return sent(column[targets], logprobs.device)
 
             sequence, behaviour = of(batch.sequence), of(batch.logprobs)
             prox = self._prox(batch, logprobs, targets, version)
@@ -196,7 +197,7 @@ class Algorithm:
 
         def function(values: Tensor, targets: Tensor) -> TokenLoss:
             def of(column: Tensor) -> Tensor:
-                return column[targets].to(values.device)
+                return sent(column[targets], values.device)
 
             result = critic.losses(values, of(old), of(goal))
             weighted = of(whole.weights) * result.losses
@@ -271,13 +272,13 @@ class Algorithm:
         return kept
 
     def _prox(self, batch: Batch, logprobs: Tensor, targets: Tensor, version: int) -> Tensor:
-        behaviour = batch.logprobs[targets].to(logprobs.device)
+        behaviour = sent(batch.logprobs[targets], logprobs.device)
         match self.config.prox:
             case "recompute":
                 prox = _needed(batch.prox_logprobs, "proximal log-probabilities")
-                return prox[targets].to(logprobs.device)
+                return sent(prox[targets], logprobs.device)
             case "log_linear":
-                versions = batch.versions[targets].to(logprobs.device)
+                versions = sent(batch.versions[targets], logprobs.device)
                 return log_linear_prox(logprobs, behaviour, versions, version=version)
             case "reuse":
                 return logprobs.detach()
@@ -296,11 +297,11 @@ class Algorithm:
         kl, distillation = self.config.kl, self.config.distillation
         if kl is not None and kl.where == "loss":
             reference = _needed(batch.ref_logprobs, "reference log-probabilities")[targets]
-            value = kl.estimator.divergence(logprobs, reference.to(logprobs.device))
+            value = kl.estimator.divergence(logprobs, sent(reference, logprobs.device))
             yield "kl_loss", value, kl_coefficient
         if distillation is not None:
             teacher = _needed(batch.teacher_logprobs, "the teacher's log-probabilities")[targets]
-            value = distillation.estimator.divergence(logprobs, teacher.to(logprobs.device))
+            value = distillation.estimator.divergence(logprobs, sent(teacher, logprobs.device))
             yield "distillation_loss", value, distillation.coefficient
         if self.config.entropy_coefficient:
             yield "entropy_bonus", entropy, -self.config.entropy_coefficient

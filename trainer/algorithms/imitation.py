@@ -9,6 +9,7 @@ from torch import Tensor
 from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import LossFunction, StepWeights, TokenLoss
 from trainer.batch import Batch
+from trainer.transfers import sent
 
 
 def imitation_weights(batch: Batch, aggregation: Aggregation) -> StepWeights:
@@ -23,7 +24,7 @@ def imitation_loss(step: StepWeights) -> LossFunction:
 
     def function(logprobs: Tensor, entropy: Tensor, targets: Tensor) -> TokenLoss:
         def of(column: Tensor) -> Tensor:
-            return column[targets].to(logprobs.device)
+            return sent(column[targets], logprobs.device)
 
         weighted = -of(step.weights) * logprobs
         metrics = {

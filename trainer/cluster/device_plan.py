@@ -324,7 +324,9 @@ def _fitting(
     size = config.engine.tensor_parallel
     replicas = 0 if config.engine.urls else config.engine.replicas
     settings = load_settings(config.model.path)
-    rank = _rank_memory(config, settings) if ranks else None
+    rank = None
+    if ranks:
+        rank = _rank_memory(config, settings, max(gpus[number].memory for number in ranks))
     engine = _engine_memory(config, settings)
     free = [number for number in range(len(gpus)) if number not in ranks]
     wanted = replicas * size
@@ -445,7 +447,7 @@ def _gpus_of_ranks(config: RanksConfig, gpus: Sequence[Gpu], local_ranks: int) -
     return ranks
 
 
-def _rank_memory(config: RanksConfig, settings: Any) -> RankMemory:
+def _rank_memory(config: RanksConfig, settings: Any, gpu_bytes: int) -> RankMemory:
     algorithm, lora = config.algorithm, config.model.lora
     refers = algorithm.kl is not None and (algorithm.kl.reference is not None or lora is None)
     # A sequence that is longer than a micro-batch has a pass of its own.
@@ -460,6 +462,7 @@ def _rank_memory(config: RanksConfig, settings: Any) -> RankMemory:
         weight_copies=config.trainer.weight_copies,
         trained_models=1 + (algorithm.critic is not None),
         frozen_models=refers + (algorithm.distillation is not None),
+        gpu_bytes=gpu_bytes,
     )
 
 

@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 
 from trainer.errors import ConfigError
 from trainer.packing import Layout, MicroBatch
+from trainer.transfers import sent
 
 _HEADS = {"num_attention_heads": "attention heads", "linear_num_value_heads": "linear heads"}
 """Settings of `config.json` whose number of heads the ranks of a group divide among them."""
@@ -102,7 +103,7 @@ class MicroBatchPart(MicroBatch):
     """`[m]` int64, index in `[M]` of each target that a token of this part predicts."""
 
     def to(self, device: torch.device) -> Self:
-        return replace(MicroBatch.to(self, device), own=self.own.to(device))
+        return replace(MicroBatch.to(self, device), own=sent(self.own, device))
 
 
 def of_part(micro: MicroBatch, values: Tensor) -> Tensor:

@@ -99,9 +99,12 @@ class Critic:
         """`[N]` float32: the critic's estimate of the return from each trained token on. All ranks
         call this together, each with its own part of a batch."""
         self.module.eval()
+        found = [(micro.targets, self._values(micro)) for micro in self.pack(batch)]
         values = torch.zeros(batch.num_tokens)
-        for micro in self.pack(batch):
-            values[micro.targets] = self._values(micro).cpu()
+        if found:
+            values[torch.cat([targets for targets, _ in found])] = torch.cat(
+                [each for _, each in found]
+            ).cpu()
         return values
 
     def forward_backward(self, micro: MicroBatch, batch: Batch, loss: ValueLossFunction) -> Metrics:

@@ -33,7 +33,7 @@ from trainer.policy.delta_layers import has_delta_layers, has_fla
 from trainer.policy.model import DTYPES, ModelConfig, recompute
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
-from trainer.policy.token_logprobs import chunk_rows
+from trainer.policy.token_logprobs import LOGIT_COPIES, chunk_rows
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ KEPT_TOKENS = 512
 """Tokens with which `kept_per_token` executes a pass."""
 MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Bytes of optimizer state per trained weight."""
-LOGIT_COPIES = 3
-"""Number of float32 chunks of logits that exist at the same time in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +100,14 @@ def rank_memory(
     weight_copies: int = 1,
     trained_models: int = 1,
     frozen_models: int = 0,
+    gpu_bytes: int = 0,
 ) -> RankMemory:
     """The memory of one of `ranks` that train the model of these settings (a checkpoint's
     `config.json`), of which `context_parallel` compute each micro-batch together; the ranks hold
     `weight_copies` copies.
     `trained_models`: the policy, and a critic of its size, whose weights are all trained;
-    `frozen_models`: references and teachers of its size."""
+    `frozen_models`: references and teachers of its size; `gpu_bytes`: the memory of its GPU, by
+    which chunks of logits are chosen."""
     settings = settings.get_text_config()
     compute_bytes = DTYPES[model.compute_dtype].itemsize
     whole = _without_memory(_Settings(settings))
@@ -129,7 +129,7 @@ def rank_memory(
         * (_largest(whole, [] if critics else adapters) if optimizer.offload else trained)
         // shards,
         gathered=gathered,
-        passes=_passes(settings, model, context_parallel),
+        passes=_passes(settings, model, context_parallel, gpu_bytes),
         lacks_fla=has_delta_layers(whole) and not has_fla(),
     )
 
@@ -211,10 +211,10 @@ def _adapter_weights(whole: Any, model: ModelConfig) -> list[int]:
     return [model.lora.rank * size for m in linear for size in (m.in_features, m.out_features)]
 
 
-def _passes(settings: Any, model: ModelConfig, context_parallel: int) -> int | None:
+def _passes(settings: Any, model: ModelConfig, context_parallel: int, gpu_bytes: int) -> int | None:
     """The peak of what a forward and backward pass adds to weights, gradients and moments."""
     tokens = -(-model.max_micro_batch_tokens // context_parallel)
-    head = _head_bytes(settings, model, tokens)
+    head = _head_bytes(settings, model, tokens, gpu_bytes)
     given, depth = _Settings(settings), settings.num_hidden_layers
     count = min(model.recomputed_layers or depth, depth) if model.checkpoints else 0
     whole = model.model_copy(update={"recomputed_layers": None})
@@ -275,18 +275,18 @@ def _pass(
     whole = model.model_copy(update=keeps)
     largest = _saved(with_depth(settings, min(period, depth)), whole, micro)
     # The backward pass of a layer holds the gradients of what the layer keeps; with gradient
-    # checkpointing also what it keeps, which is computed again; and that of a compiled layer as much
-    # of what it did not keep.
+    # checkpointing also what it keeps, which is computed again; and that of a compiled layer as
+    # much of what it did not keep.
     again = 1 + model.checkpoints + model.compiles
     return kept, largest.of_a_layer * again + largest.extra
 
 
-def _head_bytes(settings: Any, model: ModelConfig, tokens: int) -> int:
+def _head_bytes(settings: Any, model: ModelConfig, tokens: int, gpu_bytes: int) -> int:
     """The output layer's backward pass over this number of tokens: its gradient, its weights in the
     compute type, and chunks of logits."""
     compute_bytes = DTYPES[model.compute_dtype].itemsize
     weights = settings.vocab_size * settings.hidden_size
-    rows = min(chunk_rows(settings.vocab_size), tokens)
+    rows = min(chunk_rows(settings.vocab_size, gpu_bytes), tokens)
     cast = compute_bytes if compute_bytes != 4 else 0
     return int(weights * (4 + cast) + LOGIT_COPIES * 4 * rows * settings.vocab_size)
 

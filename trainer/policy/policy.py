@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
 from trainer.policy.flops import multiplied_weights
+from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.model import (
     DTYPES,
     ModelConfig,
@@ -38,8 +40,9 @@ from trainer.policy.model import (
 )
 from trainer.policy.parallel import Ranks
 from trainer.policy.scorer import BalanceLoss, CausalScorer, Scored
-from trainer.policy.scores import Scores
-from trainer.policy.trainable import TrainablePolicy, summed
+from trainer.policy.scores import Scores, collected
+from trainer.policy.trainable import TrainablePolicy
+from trainer.transfers import sent
 
 CPU_FILL_TOKENS = 4096
 """Number of tokens up to which a CPU combines sequences into a pass. Products that fit into the
@@ -84,9 +87,10 @@ class Policy:
             balance = extra("trainer.extras.experts.router_balance:RouterBalance.of")(self.model)
         offload = config.activation_offload and optimizer is not None
         dtype = DTYPES[config.compute_dtype]
-        self.scorer = CausalScorer(self.model, dtype, balance=balance, offload=offload)
+        fused = config.compiles and self.device.type == "cuda"
+        self.scorer = CausalScorer(self.model, dtype, balance=balance, offload=offload, fused=fused)
         self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype)
-        if config.compiles and self.device.type == "cuda":
+        if fused:
             compile_layers(blocks(self.model))
         self._stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
 
@@ -134,13 +138,12 @@ class Policy:
         All ranks call this together, each with its own part of a batch.
         """
         self.scorer.eval()
-        logprobs, entropy = torch.zeros(2, batch.num_tokens)
+        found = []
         for micro in self.pack(batch):
             micro = micro if replay else replace(micro, experts=None)
             scored = self._score(micro, batch, temperature, entropy_grad=False)
-            logprobs[micro.targets] = scored.logprobs.cpu()
-            entropy[micro.targets] = scored.entropy.cpu()
-        return Scores(logprobs, entropy)
+            found.append((micro.targets, scored.logprobs, scored.entropy))
+        return collected(found, batch.num_tokens)
 
     @torch.no_grad()
     def compare_routing(self, batch: Batch, *, temperature: float) -> Metrics:
@@ -172,13 +175,12 @@ class Policy:
         temperature: float,
         entropy_grad: bool = False,
     ) -> Metrics:
-        """`forward_backward` of each micro-batch; returns the sums of their contributions."""
-        return summed(
-            self.forward_backward(
-                micro, batch, loss, temperature=temperature, entropy_grad=entropy_grad
-            )
-            for micro in micros
-        )
+        """`forward_backward` of each micro-batch; returns the sums of their contributions, which
+        are read at the end."""
+        late = LateMetrics()
+        for micro in micros:
+            self._backward(micro, batch, loss, temperature, entropy_grad, late)
+        return late.sums()
 
     def forward_backward(
         self,
@@ -193,17 +195,29 @@ class Policy:
 
         Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
         """
+        late = LateMetrics()
+        self._backward(micro, batch, loss, temperature, entropy_grad, late)
+        return late.sums()
+
+    def _backward(
+        self,
+        micro: MicroBatch,
+        batch: Batch,
+        loss: LossFunction,
+        temperature: float,
+        entropy_grad: bool,
+        late: LateMetrics,
+    ) -> None:
         self.scorer.train()
         scored = self._score(micro, batch, temperature, entropy_grad=entropy_grad)
         result = loss(scored.logprobs, scored.entropy, micro.targets)
-        if not torch.isfinite(result.losses).all():
-            raise_not_finite(batch, micro, scored.logprobs.detach(), result.losses.detach())
+        logprobs, losses = scored.logprobs.detach(), result.losses.detach()
         total, metrics = result.losses.sum(), dict(result.metrics)
         if scored.imbalance is not None:
             metrics["router_aux_loss"] = micro.share * scored.imbalance
             total = total + self.config.router_aux_loss * metrics["router_aux_loss"]
         (total * self.ranks.size).backward()  # type: ignore[no-untyped-call]
-        return {name: float(value.detach()) for name, value in metrics.items()}
+        late.add(metrics, losses, partial(raise_not_finite, batch, micro, logprobs, losses))
 
     def step(self) -> Metrics:
         """Clips the gradient, updates the weights, and clears the gradient.
@@ -247,7 +261,7 @@ class Policy:
     def _score(
         self, micro: MicroBatch, batch: Batch, temperature: float, *, entropy_grad: bool
     ) -> Scored:
-        ids = batch.ids[micro.targets].to(self.device)
+        ids = sent(batch.ids[micro.targets], self.device)
         micro = micro if self.replays else replace(micro, experts=None)
         part = self.ranks.context.part(micro).to(self.device)
         scored: Scored = self.scorer(part, ids, temperature, entropy_grad=entropy_grad)

@@ -56,7 +56,8 @@ class CausalScorer(nn.Module):
     """Computes the log-probabilities of given tokens, and the entropies of their distributions.
 
     With `balance`, also the auxiliary loss of the routers, while in training mode. `offload`: what
-    the decoder keeps for the backward pass is in the machine's memory.
+    the decoder keeps for the backward pass is in the machine's memory. `fused`: the output layer is
+    compiled, as the layers are by `compile_layers`.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class CausalScorer(nn.Module):
         *,
         balance: BalanceLoss | None = None,
         offload: bool = False,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.compute_dtype = compute_dtype
         self.balance = balance
         self.offload = offload
+        self.fused = fused
 
     def forward(
         self, micro: MicroBatch, ids: Tensor, temperature: float, *, entropy_grad: bool = False
@@ -86,7 +89,9 @@ class CausalScorer(nn.Module):
         rows = output.last_hidden_state[0][micro.predictors].to(self.compute_dtype)
         head = output_layer(self.model)
         own = of_part(micro, ids)
-        scores = token_logprobs(rows, head, own, temperature, entropy_grad=entropy_grad)
+        scores = token_logprobs(
+            rows, head, own, temperature, entropy_grad=entropy_grad, fused=self.fused
+        )
         logprobs, entropy = (of_whole(micro, each) for each in scores)
         return Scored(logprobs, entropy, None if balance is None else balance(output, micro))
 

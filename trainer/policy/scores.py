@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -16,3 +18,13 @@ class Scores:
 
     logprobs: Tensor
     entropy: Tensor
+
+
+def collected(found: Sequence[tuple[Tensor, Tensor, Tensor]], count: int) -> Scores:
+    """The scores of `count` tokens from `(indices, log-probabilities, entropies)` of micro-batches,
+    of which the first are on the CPU, and the others are read from their device by one copy."""
+    scores = torch.zeros(2, count)
+    if found:
+        targets, *both = (torch.cat(column) for column in zip(*found, strict=True))
+        scores[:, targets] = torch.stack(both).to(scores.device)
+    return Scores(*scores)

@@ -157,7 +157,7 @@ def test_memory_is_used_and_the_fewest_layers_are_recomputed(
     def needed(layers: int) -> int:
         more = {"gradient_checkpointing": layers > 0, "recomputed_layers": layers or None}
         chosen = given.model_copy(update={"model": given.model.model_copy(update=more)})
-        rank = device_plan._rank_memory(chosen, load_settings(tmp_path))
+        rank = device_plan._rank_memory(chosen, load_settings(tmp_path), gpu.memory)
         return rank.total + device_plan.CONTEXT_BYTES
 
     model = fitted(given, [gpu]).model

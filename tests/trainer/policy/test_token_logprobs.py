@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from trainer.policy import token_logprobs as module
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
@@ -85,3 +88,38 @@ def test_chunk_of_a_large_vocabulary_has_many_rows() -> None:
     """So that the whole weight is not read for a few rows."""
     assert module.chunk_rows(262_144) == 256
     assert module.chunk_rows(32_768) == 512
+
+
+@pytest.mark.parametrize(("gigabytes", "rows"), [(24, 256), (80, 1280), (141, 2304)])
+def test_chunk_grows_with_the_memory_of_a_gpu(gigabytes: int, rows: int) -> None:
+    assert module.chunk_rows(151_936, gigabytes * 10**9) == rows
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_fused_chunks_are_the_eager_ones_in_one_graph_for_any_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch, backend: str, softcap: float | None
+) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    chosen = functools.partial(module.compiled.__wrapped__, backend=counter)
+    monkeypatch.setattr(module, "compiled", functools.cache(chosen))
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 4 * 40)
+    monkeypatch.setattr(module, "MIN_ROWS", 1)
+    weight, bias = torch.randn(40, 6), torch.randn(40)
+    for count in (11, 6, 8):
+        hidden, ids = torch.randn(count, 6).bfloat16(), torch.arange(count)
+        a, b = torch.randn(2, count)
+        gradients, values = [], []
+        for fused in (False, True):
+            trained = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
+            head = OutputLayer(trained[1], trained[2], 0.5, softcap)
+            logp, entropy = token_logprobs(
+                trained[0], head, ids, 0.7, entropy_grad=True, fused=fused
+            )
+            values.append((logp.detach(), entropy.detach()))
+            gradients.append(torch.autograd.grad((logp * a + entropy * b).sum(), trained))
+        torch.testing.assert_close(*values)
+        torch.testing.assert_close(*gradients, atol=0.05, rtol=0.05)
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
