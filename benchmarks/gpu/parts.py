@@ -115,6 +115,14 @@ def further(count: int) -> list[Part]:
     on_two = ("trainer.ranks=2", "trainer.mode=colocated", *BRIEF)
     separate = ("trainer.mode=separate", *BRIEF)
     return [
+        Part(
+            "card",
+            1,
+            module="benchmarks.gpu.card",
+            arguments=("--device", "cuda", "--rows", "{folder}/rows.jsonl"),
+            on_cpu=("--device", "cpu", "--rows", "{folder}/rows.jsonl"),
+            limit_s=1200,
+        ),
         Part("bfloat16", 1, (BFLOAT16, *BRIEF)),
         Part("separate", 2, separate),
         Part(
