@@ -218,7 +218,8 @@ def _follows(config: ProcessesConfig, environment: Mapping[str, str]) -> bool:
     check_seat(config, seat)
     if config.cluster.backend == "local":
         config = _fitted_follower(config, seat, environment)
-    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun forwards them; rank 0 handles them
+    # torchrun forwards them, and a terminal sends the last one; rank 0 handles them.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     follow_rank_0(config, seat)
     return True

@@ -12,11 +12,15 @@ from typing import Any
 def replace_file(path: Path, text: str) -> None:
     """Writes the file atomically, even if the machine stops meanwhile."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # of a write it is not known otherwise
+        raise
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

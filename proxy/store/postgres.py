@@ -7,6 +7,7 @@ PostgreSQL releases the lock when the proxy's connection ends.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -58,6 +59,7 @@ class PostgresStore:
         Raises:
             ConfigurationError: the database cannot be reached, or is a store of another layout.
         """
+        logging.getLogger("asyncpg.pool").addFilter(_in_one_line)  # once, however often it is added
         try:
             pool = await asyncpg.create_pool(
                 url,
@@ -328,6 +330,14 @@ class PostgresStore:
                 yield connection
         except CONNECTION_ERRORS as error:
             raise StoreError(f"the store failed: {error or type(error).__name__}") from error
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """The pool logs a traceback each time that it cannot connect, while PostgreSQL starts again."""
+    if record.exc_info:
+        record.msg = f"{record.getMessage()}: {record.exc_info[1]}"
+        record.args, record.exc_info, record.exc_text = (), None, None
+    return True
 
 
 async def _create_tables(pool: asyncpg.Pool, url: str, *, create: bool) -> None:

@@ -259,7 +259,7 @@ def assert_page_shows_the_first_step(said: str) -> None:
     assert '"step":1' in metrics.text.replace(" ", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_saves_and_ends_everything(
     engine: str, tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -7,7 +7,9 @@ Invariant: every problem is reported in one line on standard error, with an exit
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import sqlite3
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.run.folder import RunFolder
 
 EXPECTED = (TrainerError, ProxyError, ProxyClientError, AgentLoopError)
-"""Errors whose message is for the user; any other error is a bug and is shown with a traceback."""
+"""Errors whose message is for the user; so is that of a full disk (`is_full`), and any other error
+is a bug and is shown with a traceback."""
 
 DEFAULT_SWARM_CONFIG = """\
 # What a swarm server trains by without --config: the defaults of docs/configuration.md. Only
@@ -62,10 +65,12 @@ def reporting(name: str, command: Callable[[], int]) -> int:
     """Runs the command; prints expected errors as one line each. Returns the exit code."""
     try:
         return command()
-    except (*EXPECTED, ExceptionGroup) as error:
+    except (*EXPECTED, OSError, sqlite3.Error, ExceptionGroup) as error:
         expected = _first_expected(error)
         if expected is None:
             raise
+        if is_full(expected):
+            expected = TrainerError(_where_full(expected))
         problems = expected.problems if isinstance(expected, ConfigError) else (str(expected),)
         for problem in problems:
             print(f"{name}: {' '.join(problem.split())}", file=sys.stderr)
@@ -141,6 +146,23 @@ def _report(words: Sequence[str]) -> int:
 def _first_expected(error: BaseException) -> BaseException | None:
     """The first error of a group, if all errors in the group are expected; else None."""
     if not isinstance(error, BaseExceptionGroup):
-        return error if isinstance(error, EXPECTED) else None
+        return error if isinstance(error, EXPECTED) or is_full(error) else None
     found = [_first_expected(each) for each in error.exceptions]
     return None if None in found else found[0]
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a file could not be written because its disk, or the user's part of it, is full."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _where_full(error: BaseException) -> str:
+    named = getattr(error, "filename", None)
+    where = f"the disk of {named}" if named else "a disk that the run writes to"
+    return (
+        f"{where} is full (df -h shows how full each is); free space on it, or choose a "
+        "trainer.run_dir on another one, and start the same command again: it continues an "
+        "interrupted run"
+    )

@@ -1,4 +1,5 @@
-"""External events that end a run: Ctrl-C, SIGTERM, the end of one of its processes.
+"""External events that end a run: Ctrl-C, SIGTERM, a terminal that closes (SIGHUP), the end of one
+of its processes.
 
 Invariant: a run stops waiting when it is asked to stop, or when an engine, the proxy or a rank of
 the trainer has ended and is not restarted. The work that it waited for is cancelled, and has
@@ -104,16 +105,20 @@ class RunControl:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """A context in which SIGINT and SIGTERM request a stop. A second signal ends this process
-        at once; the guards then end the other processes."""
+        """A context in which SIGINT, SIGTERM and SIGHUP request a stop; SIGHUP does not if this
+        process ignores it (nohup). A second SIGINT or SIGTERM ends this process at once; the guards
+        then end the other processes. Not a second SIGHUP: shell and kernel each send one."""
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
 
         def on_signal(number: int) -> None:
             self.request_stop(number)
             for each in numbers:
                 loop.remove_signal_handler(each)
-                signal.signal(each, signal.SIG_DFL)
+                again = signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL
+                signal.signal(each, again)
 
         for number in numbers:
             loop.add_signal_handler(number, on_signal, number)

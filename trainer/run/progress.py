@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -83,7 +85,7 @@ class Progress:
         self._phase = Phase(0, "starting")
         self._step_ends: list[float] = []
         live = mode == "rich" or (mode == "auto" and sys.stdout.isatty())
-        self._console = Console(
+        self._console = _Console(
             highlight=False, soft_wrap=True, force_terminal=True if mode == "rich" else None
         )
         self._live: Live | None = None
@@ -119,12 +121,18 @@ class Progress:
     def say(self, text: str) -> None:
         if text.startswith(WARNING):
             self._warned(text.removeprefix(WARNING))
-        if not self._silent:
+        if self._silent:
+            return
+        try:
             self._console.print(text, markup=False)
+        except OSError:  # the terminal or the reader has gone: the run goes on, or saves and ends
+            self._silent = True
+            _discard_output()
 
     def close(self) -> None:
         if self._live:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
             self._live = None
 
     def line(self) -> Text:
@@ -151,6 +159,19 @@ class Progress:
         width = len(str(self._steps))
         elapsed = _clock(time.monotonic() - self._started)
         return f"[{elapsed:>6}] step {step:>{width}}/{self._steps}"
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+def _discard_output() -> None:
+    """What is still buffered for standard output would be an error at the end of the process."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _clock(seconds: float) -> str:

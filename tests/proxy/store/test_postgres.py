@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import asyncpg
@@ -10,7 +12,8 @@ import pytest
 from proxy.errors import StoreError
 from proxy.records import TurnStatus
 from proxy.store.postgres import PostgresStore
-from tests.postgres_server import empty_database
+from tests.needs import needs
+from tests.postgres_server import binaries, empty_database, postgres_process
 from tests.proxy.store.test_conformance import a_session, an_intent, answered
 
 ID = "task/7-a"
@@ -73,3 +76,32 @@ async def test_reader_gets_an_event_that_is_committed_after_a_later_one(
     kinds = [event["kind"] for event in (*during.events, *after.events)]
     assert kinds == ["slow", "quick"]
     assert (await two.browser.recent(after.position, 100)).position == after.position
+
+
+@needs(None if binaries() else "PostgreSQL is not installed: apt-get install postgresql")
+async def test_pool_of_a_killed_server_logs_lines_and_no_tracebacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logged = asyncio.Event()
+    programs = binaries()
+    assert programs is not None
+
+    class Seen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.set()
+
+    with postgres_process(programs) as server:
+        store = await PostgresStore.open(server.url)
+        pool_log, seen = logging.getLogger("asyncpg.pool"), Seen()
+        pool_log.addHandler(seen)
+        try:
+            server.kill()
+            await asyncio.wait_for(logged.wait(), 60)
+        finally:
+            pool_log.removeHandler(seen)
+            await store.close()
+    (first, *_) = (each for each in caplog.records if each.name == "asyncpg.pool")
+    assert first.exc_info is None
+    assert "Traceback" not in caplog.text
+    assert "connection floor" in caplog.text
+    assert "\n" not in first.getMessage()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from trainer.run import progress as module
@@ -84,3 +87,15 @@ def test_progress_none_prints_nothing(capsys: pytest.CaptureFixture[str]) -> Non
     progress = Progress("none", steps=1)
     progress.step(1, {"reward/mean": 1.0})
     assert capsys.readouterr().out == ""
+
+
+def test_run_goes_on_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal was closed, or `tee` has ended: a write fails."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        progress = Progress("plain", steps=2)
+        progress.say("one")
+        progress.say("two")
+        progress.close()
