@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 
 MAX_CHARS = 160
+READ_CHARS = 1_000
+"""Of an error, which may be as long as its writer liked."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _SEE = re.compile(r"[;,]?\s*(?:see|the logs? (?:of the last one )?(?:is|are) in)\s+\S*/\S+")
@@ -40,7 +42,7 @@ def cause_of(error: str | None) -> str:
     Example: cause_of("exit code 2; see /runs/a/trials/sum-17-AbPKSthLiicd/agent.log")
         == "exit code 2"
     """
-    lines = _ESCAPES.sub("", error or "").strip().splitlines()
+    lines = _ESCAPES.sub("", (error or "")[:READ_CHARS]).strip().splitlines()
     text = _SEE.sub("", lines[0]) if lines else ""
     text = _PATH.sub(r"…/\1", text)
     text = _UUID.sub("#", text)

@@ -236,9 +236,14 @@ class RunRecord:
         return at > 0 and (now != inode or size < at)
 
 
+LARGEST = 1e300
+"""Rewards and metrics are less; an integer may be more than any float."""
+
+
 def is_finite(value: Any) -> bool:
     """Whether it is a number, and neither NaN nor infinite."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -LARGEST < value < LARGEST
 
 
 def _stat(path: Path) -> tuple[int, int]:

@@ -138,7 +138,8 @@ def configure(folder: Path, model: Path, engine: dict[str, Any], *agent_mode: st
         "trainer": {"run_dir": str(folder / "run"), "steps": STEPS, "device": "cpu"},
         "logging": {"tensorboard": False, "progress": "plain"},
     }
-    settings["trainer"]["save_every"] = 1  # type: ignore[index]
+    # Without a first trial alone: the tests count the agents that report.
+    settings["trainer"] |= {"save_every": 1, "preflight_s": 0}  # type: ignore[operator]
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
@@ -378,10 +379,15 @@ def test_a_verifier_that_crashes_ends_the_run_with_its_last_line(
 ) -> None:
     configure(tmp_path, tiny_model, {"urls": [engine]})
     verifier = f"remote_agent.verifier.argv=[{sys.executable}, -c, 'import nosuchmodule']"
-    with train(tmp_path, "--config", str(tmp_path / "config.yaml"), verifier) as run:
+    words = "--config", str(tmp_path / "config.yaml"), verifier, "trainer.preflight_s=60"
+    with train(tmp_path, *words) as run:
         assert run.wait() == 1, run.said
     last = run.said.strip().splitlines()[-1]
-    assert last.startswith("agentic-train: ")
+    assert last.startswith("agentic-train: preflight: 2 trials of different tasks failed")
+    tried = [each.name.partition("-")[0] for each in (tmp_path / "run" / "trials").iterdir()]
+    assert len(set(tried)) == 2
+    assert len(tried) == 4  # remote_agent.max_retries
+    assert "verdict: failing. 2 of the last 2 trials failed" in run.said
     assert "No module named 'nosuchmodule'" in last
     assert "Traceback" not in run.said
     assert summary(tmp_path)["status"] == "failed"

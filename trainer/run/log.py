@@ -44,6 +44,7 @@ from trainer.run.own_metrics import OwnMetrics, own_metrics
 from trainer.run.phases import EndedPhase, PhaseLog
 from trainer.run.progress import Progress
 from trainer.run.token_log import TokenColumns, TokenLog
+from trainer.run.warned_errors import errors_as_warnings
 
 
 class LoggingConfig(Section):
@@ -270,8 +271,12 @@ class RunLog:
     def _judge(self, *, say: bool = True) -> None:
         """Decides how the run is doing from its folder, and says it if that has changed."""
         before = None if self.verdict is None else self.verdict["verdict"]
-        evidence = self._record.read()
-        verdict = RunVerdict(self.folder.path, evidence, self.summary, self._config).json()
+        verdict: VerdictJson | None = None
+        with errors_as_warnings("the run's verdict could not be decided", self.progress.say):
+            evidence = self._record.read()
+            verdict = RunVerdict(self.folder.path, evidence, self.summary, self._config).json()
+        if verdict is None:
+            return
         self._summarise(verdict=verdict)
         if say and verdict["verdict"] not in (before, Word.TOO_EARLY):
             self.progress.say(f"verdict: {verdict['verdict']}. {verdict['sentence']}")

@@ -229,3 +229,21 @@ def test_trials_that_limits_end_are_named_as_the_cause(tmp_path: Path) -> None:
     assert found["verdict"] == "too hard"
     assert "a limit ended 96 of 96 trials" in found["cause"]
     assert any("remote_agent.timeout_s=480" in each["command"] for each in found["next"])
+
+
+def test_lines_that_another_program_wrote_are_judged_as_far_as_they_are_known(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    odd: list[Any] = [
+        {"step": "1", "kind": 7, "status": ["failed"], "reward": 10**400, "sampled_tokens": "x"},
+        {"step": 10**30, "kind": "train", "status": "done", "reward": True, "error": {"a": 1}},
+        {"status": "failed", "kind": "train", "error": "a-" * 500_000 + "9"},
+        {"kind": "eval", "status": "done", "reward": 1, "task_id": None},
+        [1, 2],
+    ]
+    text = "".join(json.dumps(each) + "\n" for each in odd) + 'not json\n{"step": 2'
+    (folder / "trials.jsonl").write_text(text)
+    (folder / "metrics.jsonl").write_text('{"step": 3, "reward/mean": NaN}\n{"step": null}\n')
+    json.dumps(judged(folder), allow_nan=False)
