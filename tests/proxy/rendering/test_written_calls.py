@@ -34,7 +34,7 @@ from proxy.wire.fields import Fields
 from proxy.wire.registry import open_dialects
 from tests.proxy.rendering.test_families import Family, family_of
 from tests.proxy.rendering.test_stream import put_together, without_ids
-from tests.proxy.rendering.written_calls import Drawn, clean_text, drawn_calls, tagged_text
+from tests.proxy.rendering.written_calls import Drawn, clean_text, drawn_calls, text_with_tags
 from tests.proxy.token_tree.test_tree import Recorder
 
 __all__ = ["family_of"]
@@ -264,9 +264,10 @@ def test_value_with_a_familys_own_tags_is_whole_or_visibly_broken(
     writes the call that is read in the same way, so that nobody can tell them apart."""
     family: Family = family_of(name)
     rendering = family.rendering
+    text = text_with_tags(Quoted(rendering.family.tags).parts() if rendering.family.tags else ())
 
     @check_settings()
-    @given(drawn_calls(tagged_text, 1 if name in ONE_CALL else 2))
+    @given(drawn_calls(text, 1 if name in ONE_CALL else 2))
     def check(drawn: Drawn) -> None:
         assume(expected(drawn, rendering.family.tags))
         ids = rendered(rendering, asked(drawn), answer_of(drawn))
@@ -315,6 +316,9 @@ class Quoted:
         self.argument = f"{tags.key[0]}a{tags.key[1]}{gap}{tags.value[0]}{line}"
         self.begun = f"{self.header}{tags.between}{self.argument}1"
         self.whole = self.begun + self.end
+
+    def parts(self) -> tuple[str, ...]:
+        return (self.call, self.header, self.argument, self.begun, self.end, self.whole)
 
     def longer(self) -> Iterator[str]:
         """Values that close more calls than they open."""

@@ -43,7 +43,6 @@ clean_text = st.lists(
     st.sampled_from(WORDS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
     max_size=4,
 ).map("".join)
-tagged_text = st.lists(st.sampled_from(WORDS) | st.sampled_from(TAGS), max_size=5).map("".join)
 keys = st.from_regex(r"[a-z][a-z0-9_]{0,6}", fullmatch=True)
 numbers = st.integers(-(2**53), 2**53) | st.floats(-1e12, 1e12, allow_nan=False)
 free_values = st.recursive(
@@ -51,6 +50,16 @@ free_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=6,
 )
+
+
+def text_with_tags(own: tuple[str, ...]) -> st.SearchStrategy[str]:
+    """Texts with tags of all families, and as often with those of one: `own`."""
+    parts = [
+        st.sampled_from(WORDS),
+        st.sampled_from(TAGS),
+        *([st.sampled_from(own)] if own else []),
+    ]
+    return st.lists(st.one_of(parts), max_size=5).map("".join)
 
 
 @dataclass(frozen=True)
