@@ -48,7 +48,8 @@ def tidied(
     """What the client changed in the recorded call; None if the two are different calls.
 
     `schema` is that of the tool's arguments ({} if it is not known), and `stand_ins` are names of
-    tools under which the agent quotes a call of a tool that it could not make.
+    tools under which the agent quotes a call of a tool that it could not make, with its name or
+    without arguments.
 
     Example: ("replace_all: default added", "timeout: text became a number")
     """
@@ -56,7 +57,7 @@ def tidied(
         return None
     given, kept = parsed_arguments(sent.arguments), parsed_arguments(recorded.arguments)
     if sent.name != recorded.name:
-        if sent.name in stand_ins and recorded.name in _texts(given):
+        if sent.name in stand_ins and (given == {} or recorded.name in _texts(given)):
             return (f"quoted as a call of {sent.name}",)
         if sent.name.casefold() != recorded.name.casefold():
             return None

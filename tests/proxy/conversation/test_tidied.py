@@ -154,6 +154,9 @@ def test_another_id_or_name_is_another_call() -> None:
     quoted = {"tool": "edit", "error": "Invalid input"}
     assert compared(quoted, P, sent_name="invalid") == ("quoted as a call of invalid",)
     assert compared({"tool": "write"}, P, sent_name="invalid") is None
+    said = ("quoted as a call of unparseable_tool_call",)
+    assert compared({}, P, sent_name="unparseable_tool_call") == said
+    assert compared({}, P, sent_name="another_tool") is None
 
 
 def test_undeclared_arguments_of_an_open_schema_are_not_dropped() -> None:

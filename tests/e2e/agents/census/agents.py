@@ -404,6 +404,20 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                 *delegated("delegate", {}, prompt="instructions"),
                 _one("delegate", instructions=f"{SUB_TASK} LATER: é", **{"async": True}),
             ),
+            designs=(
+                Design(
+                    "app",
+                    _mentions("REQUESTED APP:", ForkCause.NEW_CONVERSATION),
+                    "create_app and iterate_app ask in a conversation of their own (`Generate "
+                    "standalone, single-file HTML applications`)",
+                ),
+                Design(
+                    "resumed session",
+                    _mentions("Part 2: ", ForkCause.EDITED),
+                    "a resumed session has another code before the text of a failed call "
+                    "(`-32603: -32600: Tool … was not advertised for this model turn`)",
+                ),
+            ),
         ),
         Agent(
             "crush",
