@@ -212,7 +212,7 @@ class Learning:
         count = sum(len(micro.ids) for micro in self.policy.pack(self.batch))
         part, lengths = copy.copy(self.batch), [len(ids) for ids in self.batch.sequences]
         kept = [round(length * count / sum(lengths)) for length in lengths]
-        part.sequences = [ids[:n] for ids, n in zip(part.sequences, kept, strict=True)]
+        part.sequences = tuple(ids[:n] for ids, n in zip(part.sequences, kept, strict=True))
         return part
 
 
