@@ -251,6 +251,8 @@ class Gae(Advantage):
     sequence; the tokens between them (such as a tool's output) are skipped. The critic's target is
     `A_t + V_t`. Returns are first converted to rewards that sum to them: the reward of a turn is on
     its last token, and the KL divergence is a reward of each token.
+
+    VAPO (arXiv 2504.05118) is `length_alpha: 0.05` and `target_lam: 1`.
     """
 
     name: Literal["gae"] = "gae"
@@ -260,6 +262,11 @@ class Gae(Advantage):
     """Discount per token or per turn."""
     lam: float = Field(0.95, ge=0, le=1)
     """λ: with 0 only the critic's values count, with 1 only the returns."""
+    length_alpha: float | None = Field(None, gt=0)
+    """VAPO (arXiv 2504.05118): λ of the advantages in a sequence of `l` actions is
+    `1 - 1 / (length_alpha * l)`, at least 0, instead of `lam`. None: it is `lam`."""
+    target_lam: float | None = Field(None, ge=0, le=1)
+    """λ of the critic's targets; None: that of the advantages."""
     level: Literal["token", "turn"] = "token"
     """What counts as one action: a token or a whole turn."""
     normalise: Literal["rollout", "none"] = "rollout"
@@ -291,12 +298,22 @@ class Gae(Advantage):
         shape = (len(counts), int(counts.max()) + 1)
         value_S_L, reward_S_L = values.new_zeros(shape), values.new_zeros(shape)
         value_S_L[index, column], reward_S_L[index, column] = values, rewards
+        lam_S = torch.full_like(value_S_L[:, 0], self.lam)
+        if self.length_alpha is not None:
+            lam_S = (1 - 1 / (self.length_alpha * counts.to(lam_S))).clamp(min=0)
+        advantages = self._discounted(reward_S_L, value_S_L, lam_S)[index, column]
+        if self.target_lam is None:
+            return advantages, advantages + values
+        lam_S = torch.full_like(lam_S, self.target_lam)
+        return advantages, self._discounted(reward_S_L, value_S_L, lam_S)[index, column] + values
+
+    def _discounted(self, reward_S_L: Tensor, value_S_L: Tensor, lam_S: Tensor) -> Tensor:
+        """The advantages of each sequence, whose last column is beyond its end."""
         advantage_S_L = torch.zeros_like(value_S_L)
         for t in range(value_S_L.shape[1] - 2, -1, -1):
             delta = reward_S_L[:, t] + self.gamma * value_S_L[:, t + 1] - value_S_L[:, t]
-            advantage_S_L[:, t] = delta + self.gamma * self.lam * advantage_S_L[:, t + 1]
-        advantages = advantage_S_L[index, column]
-        return advantages, advantages + values
+            advantage_S_L[:, t] = delta + self.gamma * lam_S * advantage_S_L[:, t + 1]
+        return advantage_S_L
 
     def by_turn(
         self, rewards: Tensor, values: Tensor, sequence: Tensor, turns: Tensor

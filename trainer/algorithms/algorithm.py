@@ -159,7 +159,7 @@ class Algorithm:
             prox = self._prox(batch, logprobs, targets, version)
             policy = self.config.loss.losses(logprobs, prox, of(advantages), sequence)
             log_w = prox - behaviour
-            kept = of(whole.kept) & self.config.correction.keeps(log_w, sequence)
+            kept = of(whole.kept) & self.config.correction.keeps(log_w, sequence, behaviour)
             correction = self.config.correction.weights(log_w, sequence) * kept
             corrected = policy.losses * correction
             losses, terms = corrected, {}
@@ -268,7 +268,8 @@ class Algorithm:
             if part.over_batch:
                 prox = _needed(batch.prox_logprobs, "proximal log-probabilities")
                 log_w = (prox - batch.logprobs)[trained]
-                kept[trained] &= part.keeps(log_w, batch.sequence[trained])
+                sequence, behaviour = batch.sequence[trained], batch.logprobs[trained]
+                kept[trained] &= part.keeps_of(log_w, sequence, behaviour)
         return kept
 
     def _prox(self, batch: Batch, logprobs: Tensor, targets: Tensor, version: int) -> Tensor:

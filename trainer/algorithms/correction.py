@@ -71,9 +71,14 @@ class Rejection(NamedPart, ABC):
     """Whether the rule compares the tokens of the whole batch. It is then computed once, before the
     first micro-batch, and needs `prox: recompute`."""
 
-    @abstractmethod
     def keeps(self, log_w: Tensor, sequence: Tensor) -> Tensor:
-        """`[M]` bool, from `log_w` `[M]` and the index of each token's sequence `[M]`."""
+        """`[M]` bool, from `log_w` `[M]` and the index of each token's sequence `[M]`. A rule has
+        this method, or `keeps_of` if it needs more than the ratio."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `keeps` nor `keeps_of`")
+
+    def keeps_of(self, log_w: Tensor, sequence: Tensor, behaviour: Tensor) -> Tensor:
+        """As `keeps`, with `log π_b` `[M]`."""
+        return self.keeps(log_w, sequence)
 
 
 class Veto(Rejection):
@@ -118,6 +123,23 @@ class Divergence(Rejection):
         return keep if self.lower is None else keep & (estimate >= self.lower)
 
 
+class BinaryDivergence(Rejection):
+    """Keeps a token if KL(B(π_b) ‖ B(π_prox)) and KL(B(π_prox) ‖ B(π_b)) are at most `upper`, where
+    B(p) is the Bernoulli distribution of whether this token is sampled. KPop. Other than a bound on
+    the ratio, it lets a rare token change its probability by a large factor.
+    """
+
+    name: Literal["binary_divergence"] = "binary_divergence"
+    upper: float = Field(gt=0)
+    """φ, the largest divergence in nats that is trained."""
+
+    def keeps_of(self, log_w: Tensor, sequence: Tensor, behaviour: Tensor) -> Tensor:
+        log_b = behaviour.double().clamp(max=0)
+        log_prox = (log_b + log_w.double()).clamp(max=0)
+        worst = torch.maximum(binary_kl(log_b, log_prox), binary_kl(log_prox, log_b))
+        return worst <= self.upper
+
+
 class SecondMoment(Rejection):
     """Drops the tokens with the largest `(log π_b − log π_prox)²` until the mean of the others is
     below τ. M2PO, arXiv 2510.01161. Needs `prox: recompute`.
@@ -139,7 +161,7 @@ class SecondMoment(Rejection):
 
 WEIGHTS = Parts[Weight](Weight, (Truncate, Mask))
 """Registry of the weights for `algorithm.correction.weight`."""
-REJECTIONS = Parts[Rejection](Rejection, (Veto, Divergence, SecondMoment))
+REJECTIONS = Parts[Rejection](Rejection, (Veto, Divergence, BinaryDivergence, SecondMoment))
 """Registry of the rejections for `algorithm.correction.reject`."""
 
 
@@ -149,8 +171,8 @@ class Correction(Part):
     weight: Annotated[Weight, WEIGHTS] | None = Truncate()
     """The importance weight, `truncate` or `mask`; none: the loss is not weighted."""
     reject: tuple[Annotated[Rejection, REJECTIONS], ...] = ()
-    """Any of `veto`, `divergence` and `second_moment`; a token is trained if all of them keep
-    it."""
+    """Any of `veto`, `divergence`, `binary_divergence` and `second_moment`; a token is trained if
+    all of them keep it."""
 
     def weights(self, log_w: Tensor, sequence: Tensor) -> Tensor:
         """`[M]`, the factors of the policy loss, rejections not included."""
@@ -158,13 +180,13 @@ class Correction(Part):
             torch.ones_like(log_w) if self.weight is None else self.weight.weights(log_w, sequence)
         )
 
-    def keeps(self, log_w: Tensor, sequence: Tensor) -> Tensor:
-        """`[M]` bool: False for tokens that a rejection drops. Rejections over the whole batch are
-        not included."""
+    def keeps(self, log_w: Tensor, sequence: Tensor, behaviour: Tensor) -> Tensor:
+        """`[M]` bool: False for tokens that a rejection drops, whose `log π_b` is `behaviour`.
+        Rejections over the whole batch are not included."""
         kept = torch.ones_like(log_w, dtype=torch.bool)
         for part in self.reject:
             if not part.over_batch:
-                kept = kept & part.keeps(log_w, sequence)
+                kept = kept & part.keeps_of(log_w, sequence, behaviour)
         return kept
 
 
@@ -175,6 +197,13 @@ def importance(log_w: Tensor, sequence: Tensor, level: Level) -> Tensor:
     elif level == "geometric":
         log_w = sequence_mean(log_w, sequence)
     return torch.exp(log_w.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """`[M]`: KL(B(p) ‖ B(q)) of Bernoulli distributions in nats, from log p and log q ≤ 0."""
+    other = -torch.expm1(log_p)  # 1 − p
+    apart = torch.log(other) - torch.log(-torch.expm1(log_q))
+    return log_p.exp() * (log_p - log_q) + torch.where(other > 0, other * apart, 0.0)
 
 
 def over_sequence(values: Tensor, sequence: Tensor, reduce: Literal["sum", "amax"]) -> Tensor:

@@ -422,6 +422,25 @@ def test_gae_by_token_and_by_turn_matches_numpy(seed: int, gamma: float, lam: fl
             np.testing.assert_allclose(mine.numpy()[mask], value, atol=1e-9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, alpha=st.floats(0.01, 2), target=st.floats(0, 1))
+def test_vapos_lambda_depends_on_the_length_and_the_critics_is_its_own(
+    seed: int, alpha: float, target: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    sequence = np.sort(rng.integers(0, 4, int(rng.integers(1, 40))))
+    rewards, values = rng.normal(size=(2, len(sequence)))
+    columns = [torch.as_tensor(x) for x in (rewards, values, sequence)]
+    got = Gae(length_alpha=alpha, target_lam=target).by_token(*columns)
+    for s in np.unique(sequence):
+        own = sequence == s
+        lam = max(0.0, 1 - 1 / (alpha * own.sum()))
+        advantages, _ = gae_oracle(rewards[own], values[own], sequence[own], 1.0, lam)
+        _, targets = gae_oracle(rewards[own], values[own], sequence[own], 1.0, target)
+        np.testing.assert_allclose(got[0].numpy()[own], advantages, atol=1e-9)
+        np.testing.assert_allclose(got[1].numpy()[own], targets, atol=1e-9)
+
+
 def test_whitening_gives_mean_0_and_variance_1_per_rollout() -> None:
     values = torch.tensor([3.0, 3.0, 3.0, -1.0], dtype=torch.float64)
     weights = torch.tensor([1 / 6, 1 / 6, 1 / 6, 1 / 2], dtype=torch.float64)

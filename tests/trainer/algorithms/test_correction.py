@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.advantages import turn_rewards
 from trainer.algorithms.aggregation import AGGREGATIONS, RolloutMean
-from trainer.algorithms.correction import Divergence, Level, Mask, Scope, Truncate, Veto
+from trainer.algorithms.correction import (
+    BinaryDivergence,
+    Divergence,
+    Level,
+    Mask,
+    Scope,
+    Truncate,
+    Veto,
+)
 from trainer.algorithms.kl import ESTIMATORS, AdaptiveKl
 from trainer.algorithms.returns import reward_to_go
 from trainer.algorithms.shaping import Overlong, RewardShaping
@@ -87,6 +95,25 @@ def test_rejection_by_divergence_matches_numpy(estimator: str, scope: Scope, see
     part = Divergence(estimator=estimator, scope=scope, lower=lower, upper=0.1)  # type: ignore[arg-type]
     got = part.keeps(torch.as_tensor(log_w), torch.as_tensor(sequence))
     assert (got.numpy() == expected).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(p=st.floats(1e-6, 1 - 1e-6), q=st.floats(1e-6, 1 - 1e-6), upper=st.floats(1e-4, 1))
+def test_rejection_by_binary_divergence_is_kpops(p: float, q: float, upper: float) -> None:
+    there, back = (
+        a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p))
+    )
+    behaviour, prox = torch.tensor([p]).double().log(), torch.tensor([q]).double().log()
+    near = abs(max(there, back) - upper) < 1e-9
+    part = BinaryDivergence(upper=upper)
+    kept = part.keeps_of(prox - behaviour, torch.tensor([0]), behaviour)
+    assert near or kept.item() == (max(there, back) <= upper)
+
+
+def test_certain_token_is_kept_and_one_that_became_certain_is_not() -> None:
+    behaviour, log_w = torch.tensor([0.0, -1.0, -20.0]), torch.tensor([0.0, 1.0, 5.0])
+    kept = BinaryDivergence(upper=0.1).keeps_of(log_w, torch.zeros(3), behaviour)
+    assert kept.tolist() == [True, False, True]  # the last one is rare, at a ratio of 148
 
 
 def test_veto_drops_the_whole_sequence() -> None:
