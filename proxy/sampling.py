@@ -7,6 +7,7 @@ recorded log-probabilities. In an EVAL session the agent's parameters apply unle
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from operator import attrgetter
@@ -15,7 +16,7 @@ from typing import Any
 from proxy.conversation import Conversation
 from proxy.engines.protocol import Sampling
 from proxy.errors import ContextOverflow, RequestError
-from proxy.records import Session, SessionKind
+from proxy.records import Ids, Session, SessionKind
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.wire.dialect import BOUNDS, WHOLE, Options
 
@@ -82,6 +83,15 @@ def resolve(
         experts_from=routed_tokens if session.sampling.get("routed_experts") else None,
         **values,
     )
+
+
+def seed_of_call(session_seed: int, prompt: Ids, asked_before: int, choice: int) -> int:
+    """The seed of an answer of a session whose seed is pinned, in `[0, 2**31)`. It depends on what
+    the model is given, and not on the order in which the session's calls arrive. `asked_before`:
+    how often the session has had this prompt answered; `choice`: as `sibling` of `resolve`."""
+    key = f"{session_seed}:{asked_before}:{choice}:".encode()
+    digest = hashlib.blake2b(key + prompt.astype("<i4", copy=False).tobytes(), digest_size=4)
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def check_pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,10 @@
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
     agentic-train status RUN [--json]             how the run is doing, why, and what to do
     agentic-train report RUN                      write RUN/report.html from the run's folder
+    agentic-train audit RUN                       every token was trained or has a reason
+    agentic-train replay RUN [--from STEP]        the same weights again, from the record
+    agentic-train forget RUN SESSION              the weights without one session
+    agentic-train same-prompts RUN RUN            what changes in the prompts of two equal runs
     agentic-train trace RUN [-o FILE]             write what the run did when, for Perfetto
     agentic-train relay-worker                    an engine on another machine, started by a run
     agentic-train --swarm-server HOST:PORT [key=value …]   train on a swarm's episodes

@@ -87,6 +87,7 @@ class TrainerConfig(ProcessesConfig):
             self._groups_have_a_baseline(),
             self._teacher_teaches(),
             self._steps_train(),
+            self._clocks_decide_nothing(),
             self._policies_are_adapters(),
             self._policies_are_sampled(),
         )
@@ -96,9 +97,11 @@ class TrainerConfig(ProcessesConfig):
 
     @property
     def sampled(self) -> RolloutConfig:
-        """The section `rollout`, which also records the experts that the trainer replays."""
+        """The section `rollout`, which also records the experts that the trainer replays, and has
+        the seeds of a deterministic run."""
         records = self.rollout.routed_experts or self.model.router_replay == "replay"
-        return self.rollout.model_copy(update={"routed_experts": records})
+        seeded = self.rollout.seeded or self.trainer.deterministic
+        return self.rollout.model_copy(update={"routed_experts": records, "seeded": seeded})
 
     def _joining_engines_can_join(self) -> Iterator[str]:
         if self.relay is not None:
@@ -359,6 +362,13 @@ class TrainerConfig(ProcessesConfig):
             yield (
                 f"rollout.min_group_size={rollout.min_group_size} is above rollout.group_size="
                 f"{rollout.group_size}: every group would be replaced; lower it"
+            )
+
+    def _clocks_decide_nothing(self) -> Iterator[str]:
+        if self.trainer.deterministic and self.rollout.straggler_factor is not None:
+            yield (
+                f"rollout.straggler_factor={self.rollout.straggler_factor}: a clock would decide "
+                "which trials are trained; remove it, or trainer.deterministic"
             )
 
     @property

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 from agent_loop.evaluator import EvalConfig, EvalReport
 from agent_loop.producers.protocol import Producer
 from agent_loop.records import Group
+from proxy.settings.extra import extra
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch, trained_batch
 from trainer.checkpoint import Checkpoints, CheckpointUploads
@@ -41,6 +42,7 @@ Ended = Literal["done", "stopped"]
 saved a checkpoint."""
 
 
+WITNESS = "trainer.extras.ledger.evidence:Witness"
 NO_SIGNAL = "no signal: all advantages are 0 because"
 """What follows says which rewards were equal."""
 
@@ -54,6 +56,8 @@ class StepResult:
     version: int
     tokens: TokenColumns | None = None
     """What the page shows of the trained tokens; None: it was not asked for."""
+    evidence: Any = None
+    """What the ledger says of the step; None: it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class TrainOn:
     groups: Sequence[Group]
     keep_tokens: bool = False
     """Whether the result has the `tokens`."""
+    keep_evidence: bool = False
+    """Whether the result has the `evidence`."""
 
     def on(self, learners: Learners) -> StepResult:
         """Executes the step.
@@ -73,6 +79,7 @@ class TrainOn:
         """
         metrics: dict[str, Metrics] = {}
         tokens: list[TokenColumns] = []
+        watched = extra(WITNESS)(learners) if self.keep_evidence else None
         with learners.engines_asleep():
             for name, groups in learners.parts(self.groups).items():
                 learner = learners.trained[name]
@@ -82,9 +89,13 @@ class TrainOn:
                 if self.keep_tokens:
                     trained = learner.algorithm.trained_sequences(batch)
                     tokens.append(TokenColumns.of(batch, trained))
+                if watched is not None:
+                    watched.trained(name, learner, batch)
         learners.step_ended()
         shown = TokenColumns.joined(tokens) if tokens else None
-        return StepResult(of_policies(metrics), learners.step, learners.version, shown)
+        evidence = None if watched is None else watched.evidence()
+        step, version = learners.step, learners.version
+        return StepResult(of_policies(metrics), step, version, shown, evidence)
 
     def _train(self, learner: Learner, groups: Sequence[Group]) -> tuple[Batch, Metrics]:
         started = time.perf_counter()
@@ -202,7 +213,7 @@ class Fit:
         clock.lap("sample")
 
         log.phase(self.step + 1, "training")
-        train = TrainOn(groups, keep_tokens=log.keeps_tokens)
+        train = TrainOn(groups, log.keeps_tokens, log.keeps_evidence)
         trained = await self.control.finish(self.rank_zero.ask(train))
         metrics = rollout_metrics(groups, success_at=self.evals.success_at) | trained.metrics
         clock.lap("train")
@@ -221,7 +232,7 @@ class Fit:
         self.without_signal = 0 if has_signal(metrics) else self.without_signal + 1
         metrics["signal/steps_without"] = float(self.without_signal)
         self._why_equal = why_equal(groups, self.evals.success_at)
-        log.step(self.step, metrics, groups, trained.tokens)
+        log.step(self.step, metrics, groups, trained.tokens, trained.evidence)
 
     def _new_counts(self) -> dict[str, int]:
         """Number of groups since the last step, by outcome."""
@@ -296,6 +307,7 @@ class Fit:
 
     async def _write(self, success: float | None, *, must: bool) -> None:
         self.log.phase(self.step, "saving")
+        self.log.complete_ledger()
         await self.control.finish(self.uploads.room(self.log.progress.say))
         is_best = self._is_best(success)
         best = success if is_best else self.best

@@ -41,6 +41,11 @@ class TrainerSection(Section):
     """Number of training steps, each with at most one update of the engines' weights."""
     seed: int = 0
     """Seed of all random choices except the order of tasks."""
+    deterministic: bool = False
+    """Repeat to the bit: each call is sampled with its own random numbers (`rollout.seeded`), and
+    no sum of the trainer depends on the number of threads. The run records its batches and a ledger
+    of every trained token, from which `agentic-train replay` computes the same weights
+    (docs/check_us.md)."""
     max_wall_s: float | None = Field(None, gt=0)
     """Seconds after which the run ends, at the end of a step; None: no limit."""
     device: str = "auto"

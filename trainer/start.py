@@ -196,9 +196,14 @@ def _continue_locked(parts: Parts, folder: RunFolder, *notes: str) -> int:
     if saved is not None:
         checkpoints.read_run(saved)  # refuses what cannot be continued, before anything changes
     replace_file(folder.config, dump(parts.config))
-    for lines in (folder.metrics, folder.trials_log, folder.phases):
+    for lines in (folder.metrics, folder.trials_log, folder.phases, *_ledger(parts.config, folder)):
         truncate_jsonl(lines, saved.step if saved else 0)
     return _run(parts, folder, saved, *notes)
+
+
+def _ledger(config: RanksConfig, folder: RunFolder) -> Iterator[Path]:
+    if config.trainer.deterministic:
+        yield folder.ledger
 
 
 def _mirrored(config: RanksConfig) -> tuple[Mirror, MirroredCheckpoint] | None:
@@ -253,6 +258,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
         machine=_machine(config.cluster.backend, config.trainer.device),
         gpus=_gpus(config.cluster.backend, config.trainer.device),
         telemetry=getattr(config.telemetry, "endpoint", None),
+        begins_with=config.model.path if config.trainer.deterministic else None,
     )
     log.progress.say(
         f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"

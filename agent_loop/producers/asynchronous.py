@@ -83,10 +83,10 @@ class AsyncProducer:
         self._running: dict[int, _Running] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._ready: dict[int, Group] = {}
-        self._intake = Intake(config)
+        self.intake = Intake(config)
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self.counts = self._intake.counts
+        self.counts = self.intake.counts
         """Counts over the run: groups by outcome (`kept`, `failed`, `uniform`, `stale`,
         `cancelled`), and sampled tokens that are not trained: `tokens_dropped` with their group,
         `tokens_masked` because of their age."""
@@ -104,7 +104,7 @@ class AsyncProducer:
         if (cursor := restored.cursor or saved.get("cursor")) is not None:
             self._tasks.restore(cursor)
         if (intake := restored.intake or saved.get("intake")) is not None:
-            self._intake.restore(intake)
+            self.intake.restore(intake)
         self._expire()
         self._admit()
 
@@ -159,7 +159,7 @@ class AsyncProducer:
         return {
             "batches": self._batches,
             "cursor": self._tasks.state(),
-            "intake": self._intake.state(),
+            "intake": self.intake.state(),
         }
 
     def acknowledge(self, state: Mapping[str, Any]) -> None:
@@ -245,11 +245,11 @@ class AsyncProducer:
 
     def _settle(self, number: int, group: Group) -> None:
         try:
-            kept = self._intake.keeps(group)
+            kept = self.intake.keeps(group)
         except ProductionError as error:
             self._failure = error
             kept = False
-        self._watch(self._buffer.set_intake(self._intake.state()))
+        self._watch(self._buffer.set_intake(self.intake.state()))
         if kept:
             self._watch(self._buffer.put(number, group))
             self._ready[number] = group
@@ -275,6 +275,7 @@ class AsyncProducer:
             fresh = fresh_part(group, self.version, self._config)
             if fresh is None:
                 self.counts["stale"] += 1
+                self.intake.left_out(group, "stale")
                 del self._ready[number]
                 self._drop(number, group)
             elif fresh is not group:
@@ -306,8 +307,8 @@ class AsyncProducer:
     def _take(self, numbers: list[int]) -> tuple[list[Group], Written]:
         self._batches += 1
         self._training = True
-        self._intake.batch_is_full()
-        self._watch(self._buffer.set_intake(self._intake.state()))
+        self.intake.batch_is_full()
+        self._watch(self._buffer.set_intake(self.intake.state()))
         written = self._buffer.take(numbers, self._batches)
         return [self._ready.pop(number) for number in numbers], written
 

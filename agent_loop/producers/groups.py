@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.errors import AgentLoopError
-from agent_loop.producers.protocol import RunsTrials
+from agent_loop.producers.protocol import LeftOut, RunsTrials
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import Origin, SessionKind
@@ -172,6 +172,8 @@ class Intake:
         self.counts: Counter[str] = Counter()
         """Number of groups by `Verdict` over the run; `no_signal` counts the groups whose rewards
         are all equal, whether they were kept or not."""
+        self.left_out: LeftOut = lambda group, reason: None
+        """Called with each finished group that will not be trained, and the reason."""
 
     async def run(self, groups: Sequence[GroupRun]) -> list[Group]:
         """Runs the groups at the same time; returns those that are kept, in the same order.
@@ -184,14 +186,21 @@ class Intake:
         return [group for ended in started if self.keeps(group := ended.result())]
 
     def keeps(self, group: Group) -> bool:
-        """Whether the group is kept.
+        """Whether the group is kept; calls `left_out` if it is not.
 
         Raises:
             ProductionError: `groups_per_step` groups in a row from the start have no trainable
                 rollout, or `max_resamples` times as many in a row have too few, or are left out by
                 the user's filter.
         """
-        config, verdict = self._config, judge(group, self._config)
+        verdict = judge(group, self._config)
+        if self._is_kept(group, verdict):
+            return True
+        self.left_out(group, "no signal" if verdict is Verdict.UNIFORM else verdict.value)
+        return False
+
+    def _is_kept(self, group: Group, verdict: Verdict) -> bool:
+        config = self._config
         self.counts[verdict.value] += 1
         if verdict is Verdict.FAILED:
             self._fail(group)

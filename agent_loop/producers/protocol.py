@@ -4,7 +4,7 @@ groups of rollouts."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,6 +82,23 @@ class Production:
     running: int
     max_staleness: int
     """Versions by which the groups of the batch may be older than the trainer's weights."""
+
+
+LeftOut = Callable[[Group, str], None]
+"""Takes a finished group that will not be trained, and the reason."""
+
+
+class Judging(Protocol):
+    """What decides which groups are trained."""
+
+    left_out: LeftOut
+
+
+@runtime_checkable
+class Judges(Protocol):
+    """A producer that says which groups it leaves out."""
+
+    intake: Judging
 
 
 @runtime_checkable

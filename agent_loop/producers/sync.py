@@ -35,9 +35,9 @@ class SyncProducer:
         self._config = config
         self._seed = seed
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._intake = Intake(config)
+        self.intake = Intake(config)
         self._make_group = make_group
-        self.counts = self._intake.counts
+        self.counts = self.intake.counts
         """Number of groups by `Verdict` over the run, and `no_signal`, as in `Intake`."""
 
     async def next_batch(self, version: int) -> list[Group]:
@@ -50,19 +50,19 @@ class SyncProducer:
         """
         kept: list[Group] = []
         while (missing := self._config.groups_per_step - len(kept)) > 0:
-            kept += await self._intake.run([self._next_group(version) for _ in range(missing)])
-        self._intake.batch_is_full()
+            kept += await self.intake.run([self._next_group(version) for _ in range(missing)])
+        self.intake.batch_is_full()
         return kept
 
     def state(self) -> dict[str, Any]:
         """The state to store in a checkpoint that contains every batch so far."""
-        return {"cursor": self._tasks.state(), "intake": self._intake.state()}
+        return {"cursor": self._tasks.state(), "intake": self.intake.state()}
 
     def start(self, version: int, state: Mapping[str, Any] | None = None) -> None:
         """Starts production. `state` comes from the checkpoint that the trainer resumes from."""
         if state:
             self._tasks.restore(state["cursor"])
-            self._intake.restore(state.get("intake", {}))
+            self.intake.restore(state.get("intake", {}))
 
     def set_version(self, version: int) -> None:
         """Does nothing: nothing is sampled between batches."""

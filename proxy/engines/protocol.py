@@ -33,6 +33,10 @@ class Sampling(msgspec.Struct, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    first_seed: int | None = None
+    """The seed of the call that began the answer, if another one goes on with it. An engine that
+    derives the random numbers of each position from the seed (`trainer.weight_sync.cpu_seeds`)
+    uses it in place of `seed`; others would repeat those of the first tokens."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False

@@ -47,6 +47,8 @@ from proxy.settings.plugins import load_plugin
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
+FIRST_SEED = "first_seed"
+"""Name of `Sampling.first_seed` among vLLM's `extra_args`."""
 REQUEST_PREFIX = "generate-tokens-"
 """vLLM puts this before the id of a request of this route."""
 METRICS_TIMEOUT_S = 5.0
@@ -363,6 +365,8 @@ def sampling_params(s: Sampling) -> dict[str, Any]:
     }
     if s.seed is not None:
         params["seed"] = s.seed
+    if s.first_seed is not None:
+        params["extra_args"] = {FIRST_SEED: s.first_seed}
     if s.stop:
         params["stop"] = list(s.stop)
     if s.stop_token_ids:

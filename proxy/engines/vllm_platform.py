@@ -37,6 +37,8 @@ class EnginePlatform:
     """Variables of every server's environment."""
     exact: Mapping[str, str] = field(default_factory=dict)
     """Variables of a server that computes in float32."""
+    repeatable: Mapping[str, str] = field(default_factory=dict)
+    """Variables of a server whose sums do not depend on threads or on the other calls."""
     cache_variable: str | None = None
     """The variable for the GiB of keys and values."""
     cache_argument: str | None = None
@@ -65,7 +67,7 @@ class EnginePlatform:
         """Variables that a server reads only after it has imported vLLM, so that they can be given
         to one that has started early (`vllm_early.py`)."""
         cache = {self.cache_variable} if self.cache_variable else {"CUDA_VISIBLE_DEVICES"}
-        return frozenset({"VLLM_ALLOW_RUNTIME_LORA_UPDATING", *cache, *self.exact})
+        return frozenset({"VLLM_ALLOW_RUNTIME_LORA_UPDATING", "MKL_CBWR", *cache, *self.exact})
 
     def server_arguments(self, kv_cache_gib: int | None) -> list[str]:
         gib = kv_cache_gib or self.default_cache_gib
@@ -106,6 +108,7 @@ CPU = EnginePlatform(
     default_cache_gib=1,
     shares_cores=True,
     forks=True,
+    repeatable={"MKL_CBWR": "AUTO,STRICT"},
     adapter_dtypes=("float32", "bfloat16"),
     attention={"float32": "CPU_ATTN", "bfloat16": "CPU_ATTN"},
 )
@@ -119,6 +122,7 @@ GPU = EnginePlatform(
         "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
         "NVIDIA_TF32_OVERRIDE": "0",
     },
+    repeatable={"VLLM_BATCH_INVARIANT": "1"},
     cache_argument="--kv-cache-memory-bytes",
     plans_devices=True,
     transports=("shm", "nccl", "gloo"),

@@ -19,9 +19,10 @@ What continues exactly across a seam: temperature, top-p, top-k, min-p, stop tok
 answers, because the distribution of a token depends only on the tokens before it. A seeded call
 continues with a seed that depends on the original seed and on the number of tokens so far. With the
 original seed, the engine would reuse the random numbers of the first tokens, and the new tokens
-would not be independent of them. An answer with penalties or a grammar is not continued, because
-engines count penalties from the start of a call and begin the grammar there. Stop strings that
-straddle a seam are found in the text (`proxy/serving/answer.py`).
+would not be independent of them; one that draws them by position gets that seed, too
+(`Sampling.first_seed`). An answer with penalties or a grammar is not continued, because engines
+count penalties from the start of a call and begin the grammar there. Stop strings that straddle a
+seam are found in the text (`proxy/serving/answer.py`).
 
 `Seam` is a point at which one replica stopped sampling and another call continued; `Replicas` is
 what a generation needs of the engines as a whole, which the router implements.
@@ -421,7 +422,9 @@ class Generation:
         if not done:
             return sampling
         seed = None if sampling.seed is None else seed_after(sampling.seed, done)
-        return structs.replace(sampling, max_tokens=sampling.max_tokens - done, seed=seed)
+        return structs.replace(
+            sampling, max_tokens=sampling.max_tokens - done, seed=seed, first_seed=sampling.seed
+        )
 
     def _check_of(self, engine: Engine) -> AnswerCheck:
         return AnswerCheck(

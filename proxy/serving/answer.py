@@ -42,7 +42,7 @@ from proxy.rendering.stream import AnswerParser
 from proxy.rendering.whole import WholeParser
 from proxy.routing.cache_room import RoomClaim
 from proxy.routing.generation import Generation, Seam
-from proxy.sampling import as_record, resolve
+from proxy.sampling import as_record, resolve, seed_of_call
 from proxy.serving.asked import Asked
 from proxy.serving.backend import Backend
 from proxy.serving.sessions import LiveSession
@@ -157,6 +157,11 @@ class LiveAnswer:
             routed_tokens=live.tree.routed(placement.parent, placement.shared_tokens),
             structured=_grammar(asked, placement.prompt, backend.rendering),
         )
+        if (session_seed := live.session.sampling.get("seed")) is not None:
+            same = live.tree.same_requests(asked.request_key)
+            answered = sum(node.status is not TurnStatus.CUT for node in same)
+            seed = seed_of_call(int(session_seed), placement.prompt, answered, choice)
+            self._sampling = structs.replace(self._sampling, seed=seed)
         self.intent = Turn(
             session_id=live.session.session_id,
             index=len(live.tree),

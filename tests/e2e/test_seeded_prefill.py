@@ -1,7 +1,9 @@
-"""Seeded requests whose prompt vLLM prefills in several parts."""
+"""Seeded requests that vLLM prefills in parts, and whose answer two calls sample."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -30,10 +32,11 @@ async def test_seeded_answer_does_not_depend_on_the_parts_of_its_prefill(
         stack.push_async_callback(engine.close)
         await engine.check()
 
-        async def sampled(seed: int) -> list[int]:
-            sampling = Sampling(max_tokens=24, temperature=1.0, seed=seed)
+        async def sampled(seed: int, given: Sequence[int] = (), **more: int) -> list[int]:
+            sampling = Sampling(max_tokens=24 - len(given), temperature=1.0, seed=seed, **more)
+            prompt = np.array([*PROMPT, *given], np.int32)
             call = chunks_of(
-                engine, PROMPT, sampling, request_id=f"r{seed}", cache_salt="s", stream=False
+                engine, prompt, sampling, request_id=f"r{seed}", cache_salt="s", stream=False
             )
             (chunk,) = [each async for each in call]
             return chunk.ids
@@ -41,3 +44,6 @@ async def test_seeded_answer_does_not_depend_on_the_parts_of_its_prefill(
         in_parts, at_once, other = await sampled(7), await sampled(7), await sampled(8)
         assert in_parts == at_once
         assert in_parts != other
+        assert await sampled(3, in_parts[:9], first_seed=7) == in_parts[9:]
+        together = await asyncio.gather(*(sampled(seed) for seed in (9, 7, 8, 10)))
+        assert together[1:3] == [in_parts, other]

@@ -130,6 +130,24 @@ async def test_train_session_pins_sampling_and_eval_session_uses_the_agents(
     assert (honoured["temperature"], honoured["top_p"], honoured["seed"]) == (0.0, 0.5, 7)
 
 
+async def test_seeds_of_calls_depend_on_session_and_prompt_and_not_on_order(
+    proxy: RunningProxy,
+) -> None:
+    async def seeds(session_seed: int, said: list[str]) -> list[int]:
+        session = await proxy.session(sampling={"seed": session_seed})
+        for text in said:
+            await proxy.post(session, CHAT, chat([{"role": "user", "content": text}]))
+        calls = [call.sampling["seed"] for call in proxy.engine.calls]
+        _, turns = await proxy.record(session)
+        assert [turn.sampling["seed"] for turn in turns] == calls
+        proxy.engine.calls.clear()
+        return calls
+
+    one, two, again = await seeds(7, ["One.", "Two.", "One."])
+    assert await seeds(7, ["Two.", "One."]) == [two, one]
+    assert len({one, two, again, *await seeds(8, ["One.", "Two."])}) == 5
+
+
 async def test_several_choices_are_siblings(proxy: RunningProxy) -> None:
     session = await proxy.session()
     body = chat([{"role": "user", "content": "Hi."}], n=3)

@@ -10,6 +10,7 @@ from http import HTTPStatus
 
 import aiohttp
 
+from proxy.engines import vllm_platform
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmServer
 from trainer.cluster.device_plan import VISIBLE, DevicePlan
@@ -52,8 +53,12 @@ def replica_server(
 
 
 def replica_engine(config: RanksConfig) -> EnginesConfig:
-    """The section `engine` with what the model needs: adapters, and the router's choices."""
+    """The section `engine` with what the run needs: adapters, the router's choices, sums in one
+    order."""
     engine, model = config.engine, config.model
+    if config.trainer.deterministic:
+        variables = {**vllm_platform.installed().repeatable, **engine.env}
+        engine = engine.model_copy(update={"env": variables})
     if model.router_replay == "replay":
         engine = engine.model_copy(update={"routed_experts": True})
     if model.lora is not None and model.policy:

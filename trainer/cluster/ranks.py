@@ -9,6 +9,7 @@ import torch
 from trainer.errors import ConfigError
 from trainer.learning.models import Models, build_models
 from trainer.policy.parallel import Ranks, Seat
+from trainer.policy.repeatable import make_repeatable
 from trainer.ranks_config import RanksConfig
 
 
@@ -24,6 +25,8 @@ def models_of_rank(
     """
     device = device_of(config.trainer.device, seat)
     ranks = Ranks() if seat is None else Ranks.join(seat, device, config.trainer.parallelism)
+    if config.trainer.deterministic:
+        make_repeatable()
     torch.manual_seed(config.trainer.seed)
     return build_models(
         config.model,

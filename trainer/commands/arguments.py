@@ -117,6 +117,43 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _replay(parser: argparse.ArgumentParser) -> None:
+    _recorded(parser)
+    parser.add_argument(
+        "--from",
+        dest="start",
+        type=int,
+        default=0,
+        metavar="STEP",
+        help="begin with the checkpoint of this step (default: with the model of the run)",
+    )
+    parser.add_argument("--to", dest="last", type=_count, metavar="STEP", help="the last step")
+    parser.add_argument(
+        "--engines",
+        action="store_true",
+        help="sample the recorded turns again, from the weights of each step, and compare them",
+    )
+    parser.add_argument("words", nargs="*", metavar="key=value", help="keys with other values")
+
+
+def _forget(parser: argparse.ArgumentParser) -> None:
+    _recorded(parser)
+    parser.add_argument("session", metavar="SESSION", help="the trial whose tokens are left out")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a new folder (default: RUN-without-SESSION)"
+    )
+
+
+def _recorded(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="the folder of a run with trainer.deterministic"
+    )
+
+
+def _prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="folders of two equal runs")
+
+
 COMMANDS = {
     "init": CommandLine(
         "Writes a project to train: configuration, tasks, agent and scorer.",
@@ -149,6 +186,29 @@ COMMANDS = {
         "(relay.workers) and tells it by standard input what to serve.",
         lambda _: None,
         "trainer.extras.relay.command",
+    ),
+    "replay": CommandLine(
+        "Computes the steps of a run again from its record, and compares their gradients and "
+        "weights with its ledger.",
+        _replay,
+        "trainer.extras.ledger.replay",
+    ),
+    "audit": CommandLine(
+        "Compares a run's ledger with its recorded sessions: every delivered token was trained, or "
+        "has a reason.",
+        _recorded,
+        "trainer.extras.ledger.audit",
+    ),
+    "forget": CommandLine(
+        "Computes the weights that the record of a run gives without one session.",
+        _forget,
+        "trainer.extras.ledger.forget",
+    ),
+    "same-prompts": CommandLine(
+        "Compares the prompts of two equal runs, and names what in them changes: times, random "
+        "ids, folder names.",
+        _prompts,
+        "trainer.extras.ledger.prompts",
     ),
     "sft": CommandLine(
         "Trains on recorded sessions: sft.sessions=FOLDER, sft.min_reward=1, …",

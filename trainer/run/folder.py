@@ -13,6 +13,8 @@
     now.json           the phase, its trials and the groups that are ready; removed at the end
     phases.jsonl       one line per phase of the trainer: sampling, training, saving, …
     tokens/            step-000010/, …: advantages and log-probabilities of the trained tokens
+    ledger.jsonl       with trainer.deterministic: one line per step, in a chain of hashes
+    batches/           with trainer.deterministic: step-000001, …: the groups that were trained
     run.id             the name of the run, to which the policies belong that it publishes
     logs/              the engines' and the proxy's output
 
@@ -57,6 +59,8 @@ class RunFolder:
         self.now = path / "now.json"
         self.phases = path / "phases.jsonl"
         self.tokens = path / "tokens"
+        self.ledger = path / "ledger.jsonl"
+        self.batches = path / "batches"
         self.logs = path / "logs"
         self._lock: int | None = None
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from agent_loop.evaluator import EvalReport, is_judged
-from agent_loop.producers.protocol import Producer, ReportsProduction
+from agent_loop.producers.protocol import Judges, Producer, ReportsProduction
 from agent_loop.records import Group, Rollout, RolloutStatus
 from proxy.machine.logs import LogLevel
 from proxy.machine.secrecy import flat_config, without_credentials, without_secrets
@@ -98,6 +98,18 @@ class SeesRun(Protocol):
     def close(self) -> None: ...
 
 
+class WritesLedger(Protocol):
+    """Writes what each step trained. Implementation: the extra `ledger`."""
+
+    def left_out(self, group: Group, reason: str) -> None: ...
+
+    def write(self, step: int, groups: Sequence[Group], evidence: Any) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RunLog:
     """Example:
     log = RunLog(config.logging, folder, steps=100)
@@ -116,12 +128,14 @@ class RunLog:
         machine: str = "",
         gpus: int | None = None,
         telemetry: str | None = None,
+        begins_with: Path | None = None,
     ) -> None:
         """`steps` is the number of steps of the run. `resolved` is its whole configuration, for the
         services that it is logged to. `saved_step` is the step of the checkpoint that the run
         continues. A trial whose reward is at least `success_at` is a success. `machine` says for
         readers what the run uses, and `gpus` how many GPUs. `telemetry`: where OpenTelemetry's
-        spans and metrics are sent; None: nowhere."""
+        spans and metrics are sent; None: nowhere. `begins_with`: the checkpoint that a
+        deterministic run begins with, in its ledger; None: the run has no ledger."""
         self.folder = folder
         self.saved_step = saved_step
         self._success_at = success_at
@@ -150,6 +164,9 @@ class RunLog:
         remove_steps_after(saved_step, folder.tokens)
         if config.token_bytes:
             self._tokens = TokenLog(folder.tokens, config.token_bytes, self.progress.say)
+        self._ledger: WritesLedger | None = None
+        if begins_with is not None:
+            self._ledger = extra("trainer.extras.ledger.ledger:Ledger")(folder, begins_with)
         self._wall_before_s = float(self.summary.get("wall_s", 0.0))
         for of_the_past in ("error", "verdict"):  # of the process whose run this one continues
             self.summary.pop(of_the_past, None)
@@ -169,6 +186,11 @@ class RunLog:
         return self._tokens is not None
 
     @property
+    def keeps_evidence(self) -> bool:
+        """Whether `step` writes the evidence that it is given."""
+        return self._ledger is not None
+
+    @property
     def evaluations(self) -> dict[str, Any]:
         """The evaluations made so far, by name."""
         made: dict[str, Any] = self.summary.get("eval", {})
@@ -186,6 +208,8 @@ class RunLog:
         """Shows how far the producer's next batch is, if it reports that."""
         if isinstance(producer, ReportsProduction):
             self._now.production = lambda: producer.production
+        if self._ledger is not None and isinstance(producer, Judges):
+            producer.intake.left_out = self._ledger.left_out
 
     def step(
         self,
@@ -193,7 +217,9 @@ class RunLog:
         metrics: Mapping[str, float],
         groups: Sequence[Group],
         tokens: TokenColumns | None = None,
+        evidence: Any = None,
     ) -> None:
+        """`evidence`: what a deterministic step did (`trainer.extras.ledger`)."""
         self._phases.end()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         metrics = {**metrics, **own_metrics(self._own, rollouts, metrics)}
@@ -201,6 +227,8 @@ class RunLog:
             self._log_trials(step, "train", group.rollouts, group=group.group_id)
         if tokens is not None and self._tokens is not None:
             self._tokens.write(step, tokens)
+        if self._ledger is not None:
+            self._ledger.write(step, groups, evidence)
         self._metrics.log(step, metrics)
         if self._telemetry is not None:
             self._telemetry.step(step, metrics, groups)
@@ -248,6 +276,11 @@ class RunLog:
         it is a warning: the report is in the run's folder."""
         self._metrics.report(page, transcripts)
 
+    def complete_ledger(self) -> None:
+        """Returns when the ledger has every step so far, as before a checkpoint is written."""
+        if self._ledger is not None:
+            self._ledger.finish()
+
     def finish(self, status: str, **values: Any) -> None:
         """`status` is `done`, `stopped` or `failed`. May be called again when the processes around
         the run have ended."""
@@ -291,6 +324,8 @@ class RunLog:
             last_first.callback(self._trials.close)
             last_first.callback(self._metrics.close)
             last_first.callback(self.progress.close)
+            if self._ledger is not None:
+                last_first.callback(self._ledger.close)
             if self._tokens is not None:
                 last_first.callback(self._tokens.close)
 

@@ -1,9 +1,12 @@
-"""Lets a vLLM on CPU prefill the prompt of a seeded request in parts.
+"""Makes a vLLM on CPU draw the random numbers of a seeded request by position.
 
-vLLM samples a token after each part of a prompt, discards it, and sets back the generator of a
-seeded request by the offset of a GPU's generator; one of a CPU has no offset, and the error ends
-the engine. Here the generator gets the state that it had before. Invariant: a seeded answer does
-not depend on the parts in which its prompt was prefilled.
+The token at position `p` of a sequence is drawn with a generator that is seeded with the request's
+seed and `p`. Invariant: a seeded answer does not depend on the parts in which its prompt was
+prefilled, on preemption, on other requests, or on where another call went on with it.
+
+vLLM has one generator for a request, of which every token takes numbers. It samples a token after
+each part of a prompt, too, discards it, and sets back the generator by the offset of a GPU's
+generator; one of a CPU has no offset, and the error would end the engine.
 
 Runs inside vLLM's processes.
 """
@@ -16,6 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from proxy.engines.vllm import FIRST_SEED
+
+_64_BITS = (1 << 64) - 1
+
 
 @functools.cache
 def install() -> None:
@@ -26,8 +33,17 @@ def install() -> None:
         return
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    CPUModelRunner._sample = _setting_back(CPUModelRunner._sample)
+    CPUModelRunner._sample = _by_position(CPUModelRunner._sample)
     CPUModelRunner._bookkeeping_sync = _without_offsets(CPUModelRunner._bookkeeping_sync)
+
+
+def seed_at(seed: int, position: int) -> int:
+    """The seed of the token at a position: the output of SplitMix64 (Steele et al., Fast Splittable
+    Pseudorandom Number Generators, OOPSLA 2014), of which torch's generator uses 32 bits."""
+    bits = ((seed << 32 | position) + 0x9E3779B97F4A7C15) & _64_BITS
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _64_BITS
+    return (bits ^ bits >> 31) & 0xFFFFFFFF
 
 
 def discarded_generators(runner: Any) -> dict[int, torch.Generator]:
@@ -37,15 +53,16 @@ def discarded_generators(runner: Any) -> dict[int, torch.Generator]:
     return {row: batch.generators[row] for row in rows if row in batch.generators}
 
 
-def _setting_back(sample: Any) -> Any:
-    def setting_back(runner: Any, *arguments: Any, **named: Any) -> Any:
-        before = [(each, each.get_state()) for each in discarded_generators(runner).values()]
-        sampled = sample(runner, *arguments, **named)
-        for generator, state in before:
-            generator.set_state(state)
-        return sampled
+def _by_position(sample: Any) -> Any:
+    def by_position(runner: Any, *arguments: Any, **named: Any) -> Any:
+        batch = runner.input_batch
+        for row, generator in batch.generators.items():
+            params = runner.requests[batch.req_ids[row]].sampling_params
+            seed = (params.extra_args or {}).get(FIRST_SEED, params.seed)
+            generator.manual_seed(seed_at(seed, int(runner.optimistic_seq_lens_cpu[row])))
+        return sample(runner, *arguments, **named)
 
-    return setting_back
+    return by_position
 
 
 def _without_offsets(keep_books: Any) -> Any:

@@ -319,6 +319,8 @@ async def test_seed_of_a_continued_answer_depends_on_seed_and_place(stack: Async
     await replicas.sample(seed=7)
     seeds = [server.calls[0].sampling["seed"] for server in replicas.servers]
     assert seeds == [7, seed_after(7, 3)]
+    assert "extra_args" not in replicas.servers[0].calls[0].sampling
+    assert replicas.servers[1].calls[0].sampling["extra_args"] == {"first_seed": 7}
     assert len({7, *(seed_after(7, tokens) for tokens in range(100))}) == 101
 
 

@@ -1,0 +1,271 @@
+"""`agentic-train replay RUN`: computes the steps of a deterministic run again, from its record.
+
+No agent runs and nothing is sampled: each step gets the groups that it had. Invariant: a step that
+is reported as equal has the same tokens, advantages, gradients and weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent_loop.records import Group
+from trainer.checkpoint import Checkpoints, Saved
+from trainer.cluster.device_plan import fitted, gpus_here
+from trainer.cluster.local import local_trainer
+from trainer.cluster.rank_zero import RankZero, Restore
+from trainer.commands.runs import reporting
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
+from trainer.extras.ledger.ledger import (
+    LedgerError,
+    Line,
+    batch_file,
+    line_of_step,
+    read_batch,
+    read_lines,
+    steps_in,
+)
+from trainer.fit import StepResult, TrainOn
+from trainer.run.control import RunControl
+from trainer.run.folder import RunFolder
+from trainer.run.token_log import TokenColumns
+from trainer.settings.sources import load
+
+
+class MismatchError(LedgerError):
+    """A step has other results than the ledger says."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs `agentic-train replay`; returns its exit code."""
+    return reporting("agentic-train replay", lambda: asyncio.run(_replay(arguments)))
+
+
+async def _replay(arguments: argparse.Namespace) -> int:
+    record = Record.open(arguments.run, arguments.words)
+    start = record.checkpoint(arguments.start)
+    last = arguments.last or record.last
+    if arguments.engines:
+        from trainer.extras.ledger.resample import check_engines
+
+        await check_engines(record, start, last)
+        return 0
+    async with replayed(record, start) as trainer:
+        async for step, groups, done in trainer.steps(last):
+            check(record, step, line_of_step(groups, done.evidence), done.tokens)
+            weights = ", ".join(each.weights[:16] for each in done.evidence.policies.values())
+            print(f"step {step}: equal, weights {weights}")
+    print(f"{record.folder.path}: steps {start + 1} to {last} have the recorded weights")
+    return 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a deterministic run recorded. Example: Record.open(Path("runs/a"))"""
+
+    folder: RunFolder
+    config: TrainerConfig
+    lines: Mapping[int, Line]
+    """Step → its line."""
+    first: Line
+    """The ledger's first line."""
+    head: str
+    """The hash of the ledger's last line."""
+
+    @classmethod
+    def open(cls, path: Path, words: Sequence[str] = ()) -> Record:
+        """`words`: keys with other values than the run had, such as `trainer.device=cpu`.
+
+        Raises:
+            ConfigError: it is not the folder of a run.
+            LedgerError: it has no ledger, or the chain is broken.
+        """
+        folder = RunFolder.open(path)
+        lines = read_lines(folder.ledger)
+        alone = ["engine.sleep=false", "engine.verify=false"]  # there are no engines
+        config = load([folder.config], [*alone, *words], os.environ)
+        steps = {int(line["step"]): line for line in steps_in(lines)}
+        if not steps:
+            raise LedgerError(f"{folder.ledger}: has no step")
+        return cls(folder, config, steps, lines[0], lines[-1]["hash"])
+
+    @property
+    def last(self) -> int:
+        return max(self.lines)
+
+    def lines_until(self, step: int) -> list[Line]:
+        """The lines of the steps up to this one."""
+        return [self.lines[number] for number in sorted(self.lines) if number <= step]
+
+    def groups(self, step: int) -> list[Group]:
+        """Raises LedgerError: the step is not recorded."""
+        if step not in self.lines:
+            raise LedgerError(f"{self.folder.ledger}: has no step {step}")
+        return read_batch(batch_file(self.folder.batches, step))
+
+    @property
+    def saved(self) -> Mapping[int, Saved]:
+        """The run's checkpoints, by step."""
+        folder = self.folder.checkpoints.absolute()
+        found = [Saved(path, int(path.name[5:])) for path in folder.glob("step-*")]
+        return {each.step: each for each in found}
+
+    def checkpoint(self, step: int) -> int:
+        """Raises ConfigError: there is no checkpoint of that step; 0 is the model that it began
+        with."""
+        if step and step not in self.saved:
+            there = ", ".join(map(str, sorted(self.saved))) or "none"
+            raise ConfigError(f"--from {step}: no checkpoint of that step; there are {there}")
+        return step
+
+
+class Replaying:
+    """A trainer that computes recorded steps."""
+
+    def __init__(self, record: Record, rank_zero: RankZero, start: int) -> None:
+        self.record = record
+        self.rank_zero = rank_zero
+        self._step = start
+
+    async def steps(
+        self, last: int, change: Callable[[list[Group]], list[Group]] = lambda groups: groups
+    ) -> AsyncIterator[tuple[int, Sequence[Group], StepResult]]:
+        """Trains on each step up to `last`; yields its number, its groups and what it did. `change`
+        may leave rollouts out; a step without groups is left out."""
+        while self._step < last:
+            self._step += 1
+            if groups := change(self.record.groups(self._step)):
+                train = TrainOn(groups, keep_tokens=True, keep_evidence=True)
+                yield self._step, groups, await self.rank_zero.ask(train)
+
+
+@asynccontextmanager
+async def replayed(record: Record, start: int) -> AsyncIterator[Replaying]:
+    """A trainer with the weights that the run had after step `start`."""
+    config = fitted(record.config, gpus_here()) if gpus_here() else record.config
+    with tempfile.TemporaryDirectory(prefix="agentic-replay-") as name:
+        control, scratch = RunControl(), RunFolder(Path(name))
+        scratch.logs.mkdir()
+        async with local_trainer(config, scratch, control, []) as rank_zero:
+            if start:
+                saved = _One(record.folder.checkpoints.absolute(), record.saved[start])
+                await rank_zero.ask(Restore(saved))
+            yield Replaying(record, rank_zero, start)
+
+
+class _One(Checkpoints):
+    """One checkpoint of several."""
+
+    def __init__(self, folder: Path, saved: Saved) -> None:
+        super().__init__(folder, keep_last=1)
+        self._saved = saved
+
+    def latest(self) -> Saved:
+        return self._saved
+
+
+def check(record: Record, step: int, found: Line, tokens: TokenColumns | None) -> None:
+    """Compares a step with its line in the ledger.
+
+    Raises:
+        MismatchError: they differ; it names the first trial, turn and token, or the gradient.
+    """
+    said = record.lines[step]
+    if (first := _first_turn(said, found)) is not None:
+        trial, turn, how = first
+        token = ""
+        if turn is not None and tokens is not None and trial in tokens.trials:
+            folder = record.folder.tokens / f"step-{step:06d}"
+            token = _first_token(folder, tokens, trial, turn)
+        where = f"trial {trial}" if turn is None else f"trial {trial}, turn {turn}{token}"
+        raise MismatchError(f"step {step}: {where}: differs in {how}")
+    if said["policies"] != found["policies"]:
+        sums = {said["sums"], found["sums"]}
+        why = f" (the run summed {said['sums']}, this process {found['sums']})"
+        raise MismatchError(f"step {step}: {_first_sum(said, found)}{why * (len(sums) - 1)}")
+
+
+def _first_turn(said: Line, found: Line) -> tuple[str, int | None, str] | None:
+    """The first trial and turn that differ, and how; None if all are equal."""
+    for ours, theirs in zip_longest(_turns(said), _turns(found)):
+        if ours == theirs:
+            continue
+        (trial, recorded), (_, computed) = ours or theirs, theirs or ours
+        if not ours or not theirs or recorded.get("turn") != computed.get("turn"):
+            return trial, recorded.get("turn"), "is in one of both only"
+        names = [name for name in recorded if recorded[name] != computed.get(name)]
+        how = [_DIFFER.get(n, f"{n} {recorded[n]} was recorded, {computed.get(n)}") for n in names]
+        return trial, recorded.get("turn"), " and ".join(how)
+    return None
+
+
+_DIFFER = {
+    "tokens_hash": "its tokens, their log-probabilities or advantages",
+    "own_hash": "the trainer's log-probabilities",
+}
+
+
+def _turns(line: Line) -> list[tuple[str, dict[str, Any]]]:
+    """Each trial, and each of its turns, in order."""
+    found = []
+    for group in line["groups"]:
+        for trial in group["trials"]:
+            rest = {name: value for name, value in trial.items() if name != "turns"}
+            found += [(trial["trial"], rest), *((trial["trial"], turn) for turn in trial["turns"])]
+    return found
+
+
+def _first_token(folder: Path, tokens: TokenColumns, trial: str, turn: int) -> str:
+    """The first token of the turn whose advantage or log-probability differs from the columns of
+    the step in the folder `tokens/` of the run; empty if they are equal, or were removed."""
+    if not (folder / "trials.json").is_file():
+        return ""
+    index = json.loads((folder / "trials.json").read_text(encoding="utf-8"))
+    recorded = TokenColumns(
+        tuple(index["trials"]),
+        index["starts"],
+        {name: np.load(folder / f"{name}.npy") for name in tokens.columns},
+    )
+    ours, theirs = _of_turn(recorded, trial, turn), _of_turn(tokens, trial, turn)
+    differ = [
+        (int(ours["positions"][at]), name)
+        for name in ("positions", "advantages", "logprobs")
+        if name in ours
+        for at in np.flatnonzero(ours[name] != theirs[name])[:1]
+    ]
+    if not differ:
+        return ""
+    position, name = min(differ)
+    return f", token at position {position} ({name})"
+
+
+def _of_turn(tokens: TokenColumns, trial: str, turn: int) -> dict[str, Any]:
+    number = tokens.trials.index(trial)
+    rows = slice(tokens.starts[number], tokens.starts[number + 1])
+    own = tokens.columns["turns"][rows] == turn
+    return {name: column[rows][own] for name, column in tokens.columns.items()}
+
+
+def _first_sum(said: Line, found: Line) -> str:
+    for name, recorded in said["policies"].items():
+        computed = found["policies"].get(name, {"gradients": [], "weights": None})
+        policy = f"policy {name}: " if name else ""
+        pairs = zip_longest(recorded["gradients"], computed["gradients"])
+        for number, (ours, theirs) in enumerate(pairs, 1):
+            if ours != theirs:
+                return f"{policy}the gradient of optimizer step {number} differs"
+        if recorded["weights"] != computed["weights"]:
+            return f"{policy}the weights differ, the gradients are equal"
+    return "the policies differ"
