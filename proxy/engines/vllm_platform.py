@@ -67,7 +67,8 @@ class EnginePlatform:
         """Variables that a server reads only after it has imported vLLM, so that they can be given
         to one that has started early (`vllm_early.py`)."""
         cache = {self.cache_variable} if self.cache_variable else {"CUDA_VISIBLE_DEVICES"}
-        return frozenset({"VLLM_ALLOW_RUNTIME_LORA_UPDATING", "MKL_CBWR", *cache, *self.exact})
+        of_cpus = ("MKL_CBWR", "VLLM_CPU_ATTN_SPLIT_KV")
+        return frozenset({"VLLM_ALLOW_RUNTIME_LORA_UPDATING", *of_cpus, *cache, *self.exact})
 
     def server_arguments(self, kv_cache_gib: int | None) -> list[str]:
         gib = kv_cache_gib or self.default_cache_gib
@@ -108,7 +109,11 @@ CPU = EnginePlatform(
     default_cache_gib=1,
     shares_cores=True,
     forks=True,
-    repeatable={"MKL_CBWR": "AUTO,STRICT"},
+    repeatable={
+        "MKL_CBWR": "AUTO,STRICT",
+        # Attention divides a sequence's keys among the threads that other calls leave free.
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    },
     adapter_dtypes=("float32", "bfloat16"),
     attention={"float32": "CPU_ATTN", "bfloat16": "CPU_ATTN"},
 )

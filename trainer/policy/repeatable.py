@@ -5,8 +5,9 @@ number of threads.
 
 On a CPU, the gradient of a weight is a product over the tokens of a micro-batch, whose sum MKL
 divides among its threads; forward passes, the norm of the gradient and AdamW do not depend on them.
-MKL's strict mode sums in one order. Its switch is read at MKL's first call, so that it is tested
-afterwards; where it has no effect, as with another library, the rank computes with one thread.
+MKL's strict mode sums in one order. Its switch is read at MKL's first call, which the checks of a
+configuration make, so that it is set before them and tested after them; where it has no effect, as
+with another library, the rank computes with one thread.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ ONE_ORDER, ONE_THREAD = "in one order", "by one thread"
 _TOKENS, _WIDTH = 4096, 128
 
 
-def make_repeatable() -> None:
-    """To be called before a rank builds its models."""
+def sum_in_one_order() -> None:
+    """To be called before the process computes anything."""
     for name, value in STRICT_SUMS.items():
         os.environ.setdefault(name, value)
+
+
+def make_repeatable() -> None:
+    """To be called before a rank builds its models."""
+    sum_in_one_order()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by the first cuBLAS handle
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -36,6 +36,7 @@ from proxy.settings.section import COMMON, Section
 from trainer.algorithms.part import NamedPart, Parts
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
+from trainer.policy.repeatable import sum_in_one_order
 from trainer.settings.values import merged, shown
 
 
@@ -299,6 +300,8 @@ def load(
         ConfigError: names all wrong keys, or says why the model cannot be downloaded.
     """
     values, origin = merged(paths, overrides, environment or {})
+    if isinstance(trainer := values.get("trainer"), Mapping) and trainer.get("deterministic"):
+        sum_in_one_order()
     try:
         config = TrainerConfig.model_validate(values)
     except ValidationError as error:

@@ -197,9 +197,8 @@ def _difference(rollout: Rollout, turn: Turn) -> str | None:
     if not parts:
         return None
     ids, logprobs, versions = (np.concatenate(column) for column in zip(*parts, strict=True))
-    sampled = np.concatenate(
-        [np.full(span.end - span.start, span.version) for span in turn.versions] or [[]]
-    )
+    spans = [np.full(span.end - span.start, span.version, np.int32) for span in turn.versions]
+    sampled = np.concatenate(spans) if spans else np.zeros(0, np.int32)
     columns = {
         "id": (ids, turn.sampled_ids),
         "log-probability": (logprobs, turn.logprobs),

@@ -169,7 +169,7 @@ def named_hash(named: Iterable[Named]) -> str:
 def _add(hashed: Any, tensor: Tensor) -> None:
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     flat = own.detach().cpu().contiguous().reshape(-1)
-    hashed.update(memoryview(flat.view(torch.uint8).numpy()))
+    hashed.update(flat.view(torch.uint8).numpy())
 
 
 def _runs(*keys: Any) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,8 @@ from trainer.cluster.rank_zero import Save
 from trainer.commands.runs import reporting
 from trainer.errors import ConfigError
 from trainer.extras.ledger.ledger import Ledger, Line
-from trainer.extras.ledger.replay import Record, replayed
+from trainer.extras.ledger.record import Record
+from trainer.extras.ledger.replay import replayed
 from trainer.run.folder import RunFolder
 
 OTHER_WEIGHTS = "engine.verify_tolerance=1e9"

@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,22 +24,17 @@ from trainer.cluster.device_plan import fitted, gpus_here
 from trainer.cluster.local import local_trainer
 from trainer.cluster.rank_zero import RankZero, Restore
 from trainer.commands.runs import reporting
-from trainer.config import TrainerConfig
-from trainer.errors import ConfigError
 from trainer.extras.ledger.ledger import (
     LedgerError,
     Line,
-    batch_file,
     line_of_step,
-    read_batch,
-    read_lines,
-    steps_in,
 )
+from trainer.extras.ledger.record import Record
+from trainer.extras.ledger.resample import SamplingEngine, sampling_engine
 from trainer.fit import StepResult, TrainOn
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 from trainer.run.token_log import TokenColumns
-from trainer.settings.sources import load
 
 
 class MismatchError(LedgerError):
@@ -58,77 +51,25 @@ async def _replay(arguments: argparse.Namespace) -> int:
     start = record.checkpoint(arguments.start)
     last = arguments.last or record.last
     if arguments.engines:
-        from trainer.extras.ledger.resample import check_engines
+        async with sampling_engine(record) as engine:
+            return await _computed(record, start, last, engine)
+    return await _computed(record, start, last)
 
-        await check_engines(record, start, last)
-        return 0
+
+async def _computed(
+    record: Record, start: int, last: int, engine: SamplingEngine | None = None
+) -> int:
     async with replayed(record, start) as trainer:
-        async for step, groups, done in trainer.steps(last):
+        check_turns = None
+        if engine is not None:
+            await engine.connect(trainer.rank_zero)
+            check_turns = engine.check
+        async for step, groups, done in trainer.steps(last, before=check_turns):
             check(record, step, line_of_step(groups, done.evidence), done.tokens)
             weights = ", ".join(each.weights[:16] for each in done.evidence.policies.values())
             print(f"step {step}: equal, weights {weights}")
     print(f"{record.folder.path}: steps {start + 1} to {last} have the recorded weights")
     return 0
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a deterministic run recorded. Example: Record.open(Path("runs/a"))"""
-
-    folder: RunFolder
-    config: TrainerConfig
-    lines: Mapping[int, Line]
-    """Step → its line."""
-    first: Line
-    """The ledger's first line."""
-    head: str
-    """The hash of the ledger's last line."""
-
-    @classmethod
-    def open(cls, path: Path, words: Sequence[str] = ()) -> Record:
-        """`words`: keys with other values than the run had, such as `trainer.device=cpu`.
-
-        Raises:
-            ConfigError: it is not the folder of a run.
-            LedgerError: it has no ledger, or the chain is broken.
-        """
-        folder = RunFolder.open(path)
-        lines = read_lines(folder.ledger)
-        alone = ["engine.sleep=false", "engine.verify=false"]  # there are no engines
-        config = load([folder.config], [*alone, *words], os.environ)
-        steps = {int(line["step"]): line for line in steps_in(lines)}
-        if not steps:
-            raise LedgerError(f"{folder.ledger}: has no step")
-        return cls(folder, config, steps, lines[0], lines[-1]["hash"])
-
-    @property
-    def last(self) -> int:
-        return max(self.lines)
-
-    def lines_until(self, step: int) -> list[Line]:
-        """The lines of the steps up to this one."""
-        return [self.lines[number] for number in sorted(self.lines) if number <= step]
-
-    def groups(self, step: int) -> list[Group]:
-        """Raises LedgerError: the step is not recorded."""
-        if step not in self.lines:
-            raise LedgerError(f"{self.folder.ledger}: has no step {step}")
-        return read_batch(batch_file(self.folder.batches, step))
-
-    @property
-    def saved(self) -> Mapping[int, Saved]:
-        """The run's checkpoints, by step."""
-        folder = self.folder.checkpoints.absolute()
-        found = [Saved(path, int(path.name[5:])) for path in folder.glob("step-*")]
-        return {each.step: each for each in found}
-
-    def checkpoint(self, step: int) -> int:
-        """Raises ConfigError: there is no checkpoint of that step; 0 is the model that it began
-        with."""
-        if step and step not in self.saved:
-            there = ", ".join(map(str, sorted(self.saved))) or "none"
-            raise ConfigError(f"--from {step}: no checkpoint of that step; there are {there}")
-        return step
 
 
 class Replaying:
@@ -140,12 +81,18 @@ class Replaying:
         self._step = start
 
     async def steps(
-        self, last: int, change: Callable[[list[Group]], list[Group]] = lambda groups: groups
+        self,
+        last: int,
+        change: Callable[[list[Group]], list[Group]] = lambda groups: groups,
+        before: Callable[[int, list[Group]], Awaitable[None]] | None = None,
     ) -> AsyncIterator[tuple[int, Sequence[Group], StepResult]]:
         """Trains on each step up to `last`; yields its number, its groups and what it did. `change`
-        may leave rollouts out; a step without groups is left out."""
+        may leave rollouts out; a step without groups is left out. `before` is called before each
+        step."""
         while self._step < last:
             self._step += 1
+            if before is not None:
+                await before(self._step, self.record.groups(self._step))
             if groups := change(self.record.groups(self._step)):
                 train = TrainOn(groups, keep_tokens=True, keep_evidence=True)
                 yield self._step, groups, await self.rank_zero.ask(train)

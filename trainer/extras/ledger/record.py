@@ -1,0 +1,83 @@
+"""`Record`: what a deterministic run recorded, as its commands read it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent_loop.records import Group
+from trainer.checkpoint import Saved
+from trainer.config import TrainerConfig
+from trainer.errors import ConfigError
+from trainer.extras.ledger.ledger import (
+    LedgerError,
+    Line,
+    batch_file,
+    read_batch,
+    read_lines,
+    steps_in,
+)
+from trainer.run.folder import RunFolder
+from trainer.settings.sources import load
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a deterministic run recorded. Example: Record.open(Path("runs/a"))"""
+
+    folder: RunFolder
+    config: TrainerConfig
+    lines: Mapping[int, Line]
+    """Step → its line."""
+    first: Line
+    """The ledger's first line."""
+    head: str
+    """The hash of the ledger's last line."""
+
+    @classmethod
+    def open(cls, path: Path, words: Sequence[str] = ()) -> Record:
+        """`words`: keys with other values than the run had, such as `trainer.device=cpu`.
+
+        Raises:
+            ConfigError: it is not the folder of a run.
+            LedgerError: it has no ledger, or the chain is broken.
+        """
+        folder = RunFolder.open(path)
+        lines = read_lines(folder.ledger)
+        alone = ["engine.sleep=false", "engine.verify=false"]  # there are no engines
+        config = load([folder.config], [*alone, *words], os.environ)
+        steps = {int(line["step"]): line for line in steps_in(lines)}
+        if not steps:
+            raise LedgerError(f"{folder.ledger}: has no step")
+        return cls(folder, config, steps, lines[0], lines[-1]["hash"])
+
+    @property
+    def last(self) -> int:
+        return max(self.lines)
+
+    def lines_until(self, step: int) -> list[Line]:
+        """The lines of the steps up to this one."""
+        return [self.lines[number] for number in sorted(self.lines) if number <= step]
+
+    def groups(self, step: int) -> list[Group]:
+        """Raises LedgerError: the step is not recorded."""
+        if step not in self.lines:
+            raise LedgerError(f"{self.folder.ledger}: has no step {step}")
+        return read_batch(batch_file(self.folder.batches, step))
+
+    @property
+    def saved(self) -> Mapping[int, Saved]:
+        """The run's checkpoints, by step."""
+        folder = self.folder.checkpoints.absolute()
+        found = [Saved(path, int(path.name[5:])) for path in folder.glob("step-*")]
+        return {each.step: each for each in found}
+
+    def checkpoint(self, step: int) -> int:
+        """Raises ConfigError: there is no checkpoint of that step; 0 is the model that it began
+        with."""
+        if step and step not in self.saved:
+            there = ", ".join(map(str, sorted(self.saved))) or "none"
+            raise ConfigError(f"--from {step}: no checkpoint of that step; there are {there}")
+        return step
