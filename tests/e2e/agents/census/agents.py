@@ -73,7 +73,11 @@ class Agent:
             prompt = f"Part {parts}: do what is to be done."
             words = [prompt if word == "{prompt}" else word for word in argv]
             script.append(f'{shlex.join(words)} < /dev/null; echo "census: ended $?"')
-        return CommandConfig(argv=("sh", "-c", "\n".join(script)), env=dict(self.env))
+        # What the script runs is named in the command, too: an agent reads only what is.
+        paths = dict.fromkeys(w for argv in self.argvs for w in argv if w.startswith("/"))
+        return CommandConfig(
+            argv=("sh", "-c", "\n".join(script), "census", *paths), env=dict(self.env)
+        )
 
     def plan(self, tools: list[dict[str, Any]], workspace: str, part: int) -> list[Step]:
         """The policy's steps in a part: its own ones, and every other tool twice."""
