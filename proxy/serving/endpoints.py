@@ -47,6 +47,7 @@ from proxy.wire.gemini import GeminiDialect, addressed
 _PATH = re.compile(r"(?:/(?P<trial>.+?))?(?:/v1)+/(?P<route>.+?)/?")
 
 COUNT = "/count_tokens"
+_CHAT = "chat/completions"
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,3})?")
 MAX_AGENT_ID_CHARS = 200
 MAX_PATH_CHARS = 200
@@ -320,9 +321,15 @@ class AgentEndpoints:
 
 
 def split_path(path: str) -> tuple[str | None, str]:
-    """`/{trial_id}/v1/chat/completions` → (trial_id, "chat/completions"); `/v1/v1` is `/v1`."""
+    """`/{trial_id}/v1/chat/completions` → (trial_id, "chat/completions"); `/v1/v1` is `/v1`.
+    `/v1/chat/completions/{trial_id}` is the same, as in verl's remote agent loop."""
     found = _PATH.fullmatch(path)
-    return (found["trial"], found["route"]) if found else (None, "")
+    if found is None:
+        return None, ""
+    trial, route = found["trial"], found["route"]
+    if trial is None and route.startswith(_CHAT + "/") and route != _CHAT + COUNT:
+        return route.removeprefix(_CHAT + "/"), _CHAT
+    return trial, route
 
 
 def _google_key(request: web.Request) -> str | None:

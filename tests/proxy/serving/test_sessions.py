@@ -31,11 +31,14 @@ async def test_key_and_path_must_belong_to_the_same_session(proxy: RunningProxy)
     assert await call(proxy, f"/{mine.trial_id}/v1/{CHAT}", **key) == 200
     assert await call(proxy, f"/{mine.trial_id}/v1/v1/{CHAT}?beta=true", **key) == 200
     assert await call(proxy, f"/v1/{CHAT}", **{"x-api-key": mine.api_key}) == 200
+    assert await call(proxy, f"/v1/{CHAT}/{mine.trial_id}", **key) == 200  # verl's alias
     for path in (
         f"/{other.trial_id}/v1/{CHAT}",
         f"/{mine.trial_id}/../{other.trial_id}/v1/{CHAT}",
         f"/{mine.trial_id}%2F..%2F{other.trial_id}/v1/{CHAT}",
         f"/{mine.trial_id.swapcase()}/v1/{CHAT}",
+        f"/v1/{CHAT}/{other.trial_id}",
+        f"/v1/{CHAT}/unknown",
         f"/{mine.trial_id}%00/v1/{CHAT}",
         f"/unknown/v1/{CHAT}",
     ):
