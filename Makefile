@@ -36,7 +36,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent check format docs starter dist images locks sbom clean
+.PHONY: help setup train train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent red-team check format docs starter dist images locks sbom clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -162,6 +162,9 @@ test: setup $(if $(HARBOR_PYTHON),harbor) $(if $(NPM),agents) docs ## all tests,
 # takes one half of the list, so that a module's fixtures are made once.
 test-fast: setup ## tests that start no other programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not programs and not slow" $(ARGS)
+
+red-team: setup ## an agent that tries to leave its wall: every trick, launcher and wall of this machine
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/attacks/red_team $(ARGS)
 
 test-long: setup sbom $(if $(NPM),agents-long) ## tests that take too long for CI (docs/notes/tested.md)
 	$(INSTALL) reference export-packages verifiers openenv phoenix fla fuzz $(if $(NPM),perfetto census)

@@ -21,6 +21,7 @@ ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
 
 _OPEN = {
     "ports": "agents can connect to the ports of this run's processes (Ray, torch, engines)",
+    "processes": "a fork bomb meets no bound",
     "sockets": "agents can connect to abstract sockets of other processes",
 }
 _IS_LINUX = sys.platform == "linux"
@@ -28,7 +29,11 @@ _IS_LINUX = sys.platform == "linux"
 
 def _lacking() -> dict[str, str]:
     """The parts of the wall that this kernel cannot give, with the reasons."""
-    found = {"ports": landlock.missing(), "sockets": landlock.missing_scopes()}
+    found = {
+        "ports": landlock.missing(),
+        "processes": wall.missing_processes(),
+        "sockets": landlock.missing_scopes(),
+    }
     return {name: why for name, why in found.items() if why is not None}
 
 

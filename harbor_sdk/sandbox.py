@@ -82,6 +82,10 @@ class SandboxSpec:
     binds: Sequence[Bind] = ()
     hidden: Sequence[Path] = ()
     size_mb: int = 4096
+    shm_bytes: int = 256 << 20
+    """Size of `/dev/shm`."""
+    processes: int | None = None
+    """Number of processes and threads at the same time; None: no bound. Needs Linux 6.14."""
 
 
 def require_privilege() -> None:
@@ -334,11 +338,19 @@ def _setup_script(folder: Path, spec: SandboxSpec) -> str:
             "set -eu",
             f"base={shlex.quote(str(folder))}; root=$base/root",
             f'mount -t tmpfs -o size={spec.size_mb}m,mode=0755,nodev sandbox "$base"',
+            f"shm={spec.shm_bytes}",
             _SETUP_ROOT,
+            _bound(spec.processes),
+            _PROC_READ_ONLY,
             *(script for _, script in mounts),
             _SETUP_END,
         ]
     )
+
+
+def _bound(processes: int | None) -> str:
+    """The kernel does not use the first 300 ids again once all others were used."""
+    return "" if processes is None else f'echo {processes + 300} > "$root/proc/sys/kernel/pid_max"'
 
 
 def _hide(number: int, path: Path) -> str:
@@ -374,13 +386,22 @@ for node in null zero full random urandom tty; do
 done
 mkdir "$root"/dev/{pts,shm}
 mount -t devpts -o newinstance,ptmxmode=0666,mode=0620,nosuid,noexec devpts "$root/dev/pts"
-mount -t tmpfs -o mode=1777,nosuid,nodev,size=256m shm "$root/dev/shm"
+mount -t tmpfs -o mode=1777,nosuid,nodev,size=$shm shm "$root/dev/shm"
 ln -s pts/ptmx "$root/dev/ptmx"; ln -s /proc/self/fd "$root/dev/fd"
 for n in 0:stdin 1:stdout 2:stderr; do ln -s "/proc/self/fd/${n%%:*}" "$root/dev/${n#*:}"; done
 resolv=$(cat /etc/resolv.conf 2>/dev/null || true)
 chmod 1777 "$base/tmp"; mount --bind "$base/tmp" "$root/tmp"
 mkdir "$base/run/lock"; mount --bind "$base/run" "$root/run"
 rm -f "$root/etc/resolv.conf"; printf '%s\n' "$resolv" > "$root/etc/resolv.conf"
+"""
+# Root could change the machine through these: `core_pattern` names a program that the kernel runs.
+_PROC_READ_ONLY = r"""
+for part in sys sysrq-trigger irq bus fs; do
+  if [ -e "$root/proc/$part" ]; then
+    mount --bind "$root/proc/$part" "$root/proc/$part"
+    mount -o remount,bind,ro,nosuid,nodev,noexec "$root/proc/$part"
+  fi
+done
 """
 _SETUP_END = r"""
 mkdir "$root/.outside"; cd "$root"; pivot_root . .outside

@@ -25,6 +25,7 @@ import ctypes
 import errno
 import glob
 import os
+import re
 import resource
 import signal
 import struct
@@ -70,6 +71,10 @@ SECRET = (
 """What of the system only root may read; agents may be root's."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 TEMPORARY = ("/tmp", "/var/tmp")
+BOUND_NAMESPACES = (6, 14)
+"""The first Linux in which each PID namespace has a `pid_max` of its own."""
+RESERVED_PIDS = 300
+"""Ids that the kernel does not use again once all others were used."""
 SHM_BYTES = 256 << 20
 """Default size of `/dev/shm`. Docker's is 64 MB, which is too small for browsers."""
 MAX_LINKS = 40
@@ -120,6 +125,8 @@ class Files:
     """As `keep`, and read-only."""
     shm_bytes: int = SHM_BYTES
     """Size of `/dev/shm`."""
+    processes: int | None = None
+    """Number of processes and threads at the same time; None: no bound."""
 
 
 def gpu_devices() -> tuple[str, ...]:
@@ -134,6 +141,14 @@ def not_of_the_system() -> list[str]:
     parts = {path.split("/")[1] for path in SYSTEM}
     folders = [f"/{name}" for name in os.listdir("/") if name not in made | parts]
     return [*folders, "/var/log", "/var/spool", "/var/mail", "/var/backups", "/var/tmp"]
+
+
+def missing_processes() -> str | None:
+    """Why this process cannot bound the number of an agent's processes; None if it can."""
+    if os.geteuid() != 0 or _bounds_namespaces():
+        return None
+    needed = ".".join(map(str, BOUND_NAMESPACES))
+    return f"bounding root's processes needs Linux {needed}, and this is {os.uname().release}"
 
 
 def missing() -> str | None:
@@ -262,6 +277,8 @@ def _init(
         if as_root:
             _cover_disks()
     os.chdir("/")  # the working folder may be covered now
+    if isinstance(files, Files) and files.processes and not _bounds_namespaces():
+        _bound_user(files.processes)
     agent = os.fork()
     if agent == 0:
         os.close(status_fd)
@@ -305,7 +322,7 @@ def _own_root(files: Files, as_root: bool) -> None:
             _set_attributes(home + each.target, MOUNT_ATTR_RDONLY, 0)
     _own_dev(home + "/dev", files.shm_bytes)
     os.makedirs(home + "/proc", exist_ok=True)
-    _own_proc(as_root, home + "/proc")
+    _own_proc(as_root, home + "/proc", files.processes)
     for name in ("run", "tmp"):
         os.makedirs(f"{home}/{name}", exist_ok=True)
     _set_attributes(home, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV, 0)
@@ -432,14 +449,31 @@ def _cover(hide: Sequence[str]) -> None:
             _mount(os.devnull, path, None, MS_BIND)
 
 
-def _own_proc(as_root: bool, at: str = "/proc") -> None:
+def _own_proc(as_root: bool, at: str = "/proc", processes: int | None = None) -> None:
     _mount("proc", at, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    if processes and _bounds_namespaces():
+        with open(f"{at}/sys/kernel/pid_max", "w", encoding="ascii") as file:
+            file.write(str(processes + RESERVED_PIDS))
     if as_root:
         for name in READ_ONLY_PROC:
             path = f"{at}/{name}"
             if os.path.exists(path):
                 _mount(path, path, None, MS_BIND)
                 _remount_read_only(path)
+
+
+def _bounds_namespaces() -> bool:
+    """Whether `pid_max` is that of the PID namespace; before, it is that of the machine."""
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return found is not None and (int(found[1]), int(found[2])) >= BOUND_NAMESPACES
+
+
+def _bound_user(processes: int) -> None:
+    """Bounds the processes of the user in this user namespace; has no effect for root."""
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    if hard != resource.RLIM_INFINITY:
+        processes = min(processes, hard)
+    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
 
 
 def _make_sys_read_only() -> None:

@@ -39,7 +39,8 @@ END_TIMEOUT_S = REAP_TIMEOUT_S + 10.0
 
 
 class Limits(Section):
-    """Limits of each process of a program (setrlimit); None: the limit of the trainer's process."""
+    """Limits of each process of a program (setrlimit), and of all of them behind a wall; None: the
+    limit of the trainer's process."""
 
     cpu_s: int | None = Field(None, gt=0)
     """Seconds of processor time, after which the process is killed."""
@@ -49,6 +50,11 @@ class Limits(Section):
     """Bytes of each file that the process writes."""
     open_files: int | None = Field(None, gt=0)
     """Number of files that the process has open at the same time."""
+    processes: int | None = Field(1024, ge=16)
+    """Number of processes and threads of an agent behind a wall at the same time, together; a
+    further one cannot be started. None: no limit."""
+    shm_bytes: int = Field(256 << 20, ge=1 << 20)
+    """Bytes of `/dev/shm` of an agent behind a wall."""
 
     def as_rlimits(self) -> dict[str, int]:
         named = {
@@ -165,11 +171,13 @@ class Job:
         others = [Path(path) for path in wall.not_of_the_system()]
         hidden = [
             path.resolve()
-            for path in (Path.home(), *others, *map(Path, behind.hide))
+            for path in (Path.home(), *others, *map(Path, (*wall.SECRET, *behind.hide)))
             if path.exists()
         ]
         own = [Bind(path.resolve(), self._seen(path).resolve()) for path in self.visible]
-        return SandboxSpec([*binds, *own], hidden)
+        bounds = self.limits
+        processes = None if wall.missing_processes() else bounds.processes
+        return SandboxSpec([*binds, *own], hidden, shm_bytes=bounds.shm_bytes, processes=processes)
 
     def _wall(self, behind: Wall, sandbox: int | None) -> dict[str, Any]:
         own = [(path, path) for path in self.visible]
@@ -179,6 +187,8 @@ class Job:
             "keep": kept,
             "show": [*behind.show, *(str(path.absolute()) for path in self.shown)],
             "read_only": [[str(path.absolute()), str(self._seen(path))] for path in self.given],
+            "shm_bytes": self.limits.shm_bytes,
+            "processes": self.limits.processes,
         }
         return {"files": files, "sandbox": sandbox}
 

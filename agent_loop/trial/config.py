@@ -21,9 +21,9 @@ from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.section import Common, Section
 from proxy.wall import SYSTEM, Wall
 
-PARTS = ("ports", "sockets")
-"""What a kernel may not be able to refuse, where it has namespaces: connections to the ports of the
-run's processes, and to abstract sockets."""
+PARTS = ("ports", "processes", "sockets")
+"""What a kernel may not be able to hold, where it has namespaces: connections to the ports of the
+run's processes and to abstract sockets, and the number of processes."""
 _SANDBOX = rf"^(off|(light|strict)( without ({'|'.join(PARTS)})(, ({'|'.join(PARTS)}))*)?)$"
 
 

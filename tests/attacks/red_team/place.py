@@ -30,6 +30,8 @@ ROOT = HERE.parents[2]
 VICTIM = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); print('ready', flush=True); input()"
 IPC_CREAT, IPC_RMID = 0o1000, 0
 TIMEOUT_S = 120.0
+PROCESSES, SHM_BYTES = 64, 8 << 20
+"""Bounds of the agent. 300 processes more may be there, of which the kernel keeps the ids."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +190,11 @@ class Played:
 
 async def play(proxy: RunningProxy, at: Place, launcher: str, sandbox: str) -> Played:
     """One trial whose agent plays all tricks and whose verifier says what fooled it."""
+    bounds = {"processes": str(PROCESSES + 400), "shm_bytes": str(SHM_BYTES + 1)}
+    told = json.dumps({**at.places, **bounds, "own": "OWN"})
     settings = {
         "env": {
-            "PLACES": json.dumps({**at.places, "own": "OWN"}).replace('"OWN"', '"{directory}"'),
+            "PLACES": told.replace('"OWN"', '"{directory}"'),
             "PATH": f"{at.project}/.venv/bin:{os.environ['PATH']}",
         },
         "template": str(at.project / "template"),
@@ -204,6 +208,7 @@ async def play(proxy: RunningProxy, at: Place, launcher: str, sandbox: str) -> P
     config = RemoteAgentConfig.model_validate(
         {
             launcher: agents[launcher],
+            "process": {"limits": {"processes": PROCESSES, "shm_bytes": SHM_BYTES}},
             "sandbox": sandbox,
             "verifier": {
                 "argv": ["{python}", "-m", "judge", "42", at.places["mark"]],

@@ -52,7 +52,7 @@ def overwrites(path: str) -> bool:
         before = file.read()
         file.seek(0)
         file.write(before)
-    return True
+    return SECRET in before  # and not the empty file that covers it
 
 
 def creates(path: str) -> bool:
@@ -291,7 +291,7 @@ def _() -> object:
 
 @trick("the passwords of the system", root=True)
 def _() -> object:
-    return len(Path("/etc/shadow").read_bytes()) > 0
+    return bool(Path("/etc/shadow").read_bytes())
 
 
 @trick("a file of the system", root=True)
@@ -336,6 +336,33 @@ def _() -> object:
             os._exit(0)
         os._exit(1)
     return os.wait()[1] == 0
+
+
+@trick("more processes than the bound")
+def _() -> object:
+    """As a fork bomb, which ends with its parent."""
+    started: list[int] = []
+    try:
+        while len(started) < int(P["processes"]):
+            if (pid := os.fork()) == 0:
+                signal.pause()
+            started.append(pid)
+        return True
+    finally:
+        for pid in started:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@trick("more shared memory than the bound")
+def _() -> object:
+    path = f"/dev/shm/{P['mark']}-filled"
+    try:
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, int(P["shm_bytes"]))
+        return True
+    finally:
+        os.unlink(path)
 
 
 LEFT: dict[str, Callable[[], object]] = {}
