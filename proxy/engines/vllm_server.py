@@ -30,11 +30,12 @@ from proxy.engines.vllm_log import cause_of_end
 from proxy.engines.vllm_nodes import ServerPart, node_environment
 from proxy.errors import ConfigurationError, EngineError
 from proxy.extra_registry import BINARY_ROUTE_SERVER
-from proxy.machine.port import http_url, loopback, usable_port
+from proxy.machine.port import HeldPort, http_url, loopback
 from proxy.machine.secrecy import inherited, pipe_with
 from proxy.machine.swept_folder import swept_folder
 from proxy.settings.section import Common, Section
 
+_PORT_SETTING = "engine port"
 HEALTH_INTERVAL_S = 0.2
 """Time between health checks of a starting server, which does not report that it is ready."""
 STOP_GRACE_S = 10.0
@@ -127,7 +128,8 @@ class VllmServer:
         self.log = log
         self.host = host = host or loopback()
         self.part = part
-        self.port = usable_port("engine port", host, port)
+        self._held: HeldPort | None = HeldPort(_PORT_SETTING, host, port)
+        self.port = self._held.port
         self._dtype = dtype
         self._arguments = ["--model", str(model), "--dtype", dtype, "--seed", str(seed)]
         if served_model_name is not None:
@@ -159,7 +161,9 @@ class VllmServer:
         Raises:
             EngineError: the server ended, or was not healthy within `start_timeout_s`; the message
                 contains the cause from its log.
+            ConfigurationError: its port was taken while it was stopped.
         """
+        self._held = self._held or HeldPort(_PORT_SETTING, self.host, self.port)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()  # an early server may end before it has opened it
         self._log_begin = self.log.stat().st_size  # after those of servers that this one replaces
@@ -256,6 +260,9 @@ class VllmServer:
             await self._process.wait()
             self.url_file.unlink(missing_ok=True)
         self._temporary.close()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     @property
     def running(self) -> bool:

@@ -6,6 +6,7 @@ Invariant: a port that is in use is reported with its setting before a process i
 from __future__ import annotations
 
 import socket
+import weakref
 
 from proxy.errors import ConfigurationError
 
@@ -39,6 +40,22 @@ def bind_socket(unbound: socket.socket, setting: str, host: str, port: int) -> N
         unbound.bind((host, port))
     except OSError as error:
         raise unusable_port(setting, host, port, error) from error
+
+
+class HeldPort:
+    """A port that no other process is given while its server starts, which takes a minute.
+
+    The server, which sets SO_REUSEADDR as all do, can listen on it; who asks the system for a free
+    port does not get it.
+    """
+
+    def __init__(self, setting: str, host: str, port: int) -> None:
+        """Port 0 is any free port. Raises ConfigurationError: the process cannot listen there."""
+        bound = socket.socket(family(host))
+        self.close = weakref.finalize(self, bound.close)
+        """Ends the hold. Does nothing the second time."""
+        bind_socket(bound, setting, host, port)
+        self.port = int(bound.getsockname()[1])
 
 
 def free_port(host: str) -> int:

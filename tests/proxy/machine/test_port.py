@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from proxy.errors import ConfigurationError
-from proxy.machine.port import free_port, http_url, usable_port
+from proxy.machine.port import HeldPort, free_port, http_url, usable_port
 from tests.needs import needs
 from tests.proxy.checkpoint import write_checkpoint
 
@@ -46,6 +46,35 @@ def test_port_0_becomes_a_free_port() -> None:
     assert port > 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", free_port("127.0.0.1")))
+
+
+def test_a_held_port_is_for_its_server_only() -> None:
+    """A server listens on it, and listens again; nobody else is given it."""
+    held = HeldPort("engine port", "127.0.0.1", 0)
+    ranges = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = map(int, ranges.read_text().split()) if ranges.exists() else (0, 0)
+    assert first <= held.port <= last
+    for _ in range(2):
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", held.port))
+            server.listen()
+            with pytest.raises(ConfigurationError, match="in use"):
+                usable_port("port", "127.0.0.1", held.port)
+    given = [socket.create_server(("127.0.0.1", 0)) for _ in range(200)]
+    assert held.port not in {each.getsockname()[1] for each in given}
+    for each in given:
+        each.close()
+    held.close()
+    held.close()
+    with socket.socket() as another:
+        another.bind(("127.0.0.1", held.port))
+
+
+def test_a_hold_ends_with_who_holds_it() -> None:
+    port = HeldPort("engine port", "127.0.0.1", 0).port
+    with socket.socket() as another:
+        another.bind(("127.0.0.1", port))
 
 
 def test_urls_have_ipv6_addresses_in_brackets() -> None:
