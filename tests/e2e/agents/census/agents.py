@@ -315,6 +315,11 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                     "at its end an agent of its own writes its memory, with other tools and the "
                     "prompt `Managed memory directory: …`",
                 ),
+                Design(
+                    "resumed session",
+                    _mentions("Part 2: ", ForkCause.NEW_CONVERSATION),
+                    "from version 0.24 on, a resumed session begins with the folder's new listing",
+                ),
             ),
         ),
         Agent(

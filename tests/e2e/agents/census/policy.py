@@ -33,7 +33,7 @@ SUB_TASK = "Sub-task"
 SUMMARY = "<summary>\nEverything so far went well; what is left is in the next message.\n</summary>"
 _ASKED = re.compile(rf"(?s).*(?:\bPart (?P<part>\d+): |{SUB_TASK})")
 """The last prompt in a text."""
-_ASKS_SUMMARY = re.compile(r"(?i)summar|checkpoint|compact|state_snapshot")
+_ASKS_SUMMARY = re.compile(r"(?i)(?<![</])summar|checkpoint|compact|state_snapshot")
 REPORT = "It is done. 🙂"
 
 Arguments = Mapping[str, Any]
