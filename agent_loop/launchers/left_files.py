@@ -75,8 +75,11 @@ def copy_left(workspace: Path, seen_at: Path, kept: Path, to: Path, *, tests: bo
         text=True,
         errors="replace",
         check=False,
+        env={**os.environ, "LC_ALL": "C"},
     )
-    if copied.returncode != 0 and not to.is_dir():
+    # What the agent made unreadable is left out. A disk that is full is not its doing.
+    full = any(words in copied.stderr for words in ("No space left", "Disk quota"))
+    if copied.returncode != 0 and (full or not to.is_dir()):
         reason = copied.stderr.strip().splitlines()[-1:]
         raise RewardError(f"what the agent left cannot be copied: {''.join(reason)}")
     names = CONFIGURATION | (TEST_CONFIGURATION if tests else frozenset())

@@ -1,0 +1,80 @@
+"""What of an agent's working directory a judge gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from agent_loop.launchers.left_files import copy_left, keep_configuration
+from agent_loop.processes.readable import imported, readable
+
+
+def test_settings_of_tools_are_those_that_the_trial_began_with(tmp_path: Path) -> None:
+    work, kept, copy = (tmp_path / name for name in ("work", "kept", "copy"))
+    (work / "tests").mkdir(parents=True)
+    copy.mkdir()
+    (work / "tests" / "conftest.py").write_text("given")
+    (work / "pyproject.toml").write_text("given")
+    keep_configuration(work, kept)
+    (work / "tests" / "conftest.py").write_text("forged")
+    (work / "conftest.py").write_text("forged")
+    (work / "pyproject.toml").write_text("the work")
+    for tests, project in ((False, "the work"), (True, "given")):
+        copy_left(work, work, kept, copy / str(tests), tests=tests)
+        assert (copy / str(tests) / "tests" / "conftest.py").read_text() == "given"
+        assert not (copy / str(tests) / "conftest.py").exists()
+        assert (copy / str(tests) / "pyproject.toml").read_text() == project
+
+
+def test_repository_keeps_its_history_and_its_harmless_settings(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    git = ["git", "-C", str(work)]
+    subprocess.run(["git", "init", "-q", str(work)], check=True)
+    (work / "file").write_text("text")
+    for command in (
+        ["add", "file"],
+        ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-q", "-m", "first"],
+        ["config", "user.name", "agent"],
+        ["config", "core.pager", "evil"],
+        ["config", "include.path", "evil"],
+    ):
+        subprocess.run([*git, *command], check=True)
+    copy_left(work, work, tmp_path / "kept", tmp_path / "copy", tests=False)
+    settings = (tmp_path / "copy" / ".git" / "config").read_text()
+    assert "evil" not in settings
+    assert "name = agent" in settings
+    log = ["git", "-C", str(tmp_path / "copy"), "log", "--format=%s"]
+    assert subprocess.run(log, capture_output=True, text=True).stdout == "first\n"
+
+
+def test_links_within_the_directory_and_to_the_system_stay(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    (work / "folder").mkdir(parents=True)
+    (work / "file").write_text("text")
+    (work / "folder" / "up").symlink_to("../file")
+    (work / "own").symlink_to(work / "file")
+    (work / "seen").symlink_to("/seen/work/file")
+    (work / "system").symlink_to("/usr/bin/env")
+    (work / "out").symlink_to("../secret")
+    copy_left(work, Path("/seen/work"), tmp_path / "kept", tmp_path / "copy", tests=False)
+    links = {path.name for path in (tmp_path / "copy").rglob("*") if path.is_symlink()}
+    assert links == {"up", "own", "seen", "system"}
+
+
+def test_script_is_shown_with_what_it_imports_and_not_with_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("def main():\n    from parts import tool\n")
+    (tmp_path / "parts").mkdir()
+    for name in ("parts/__init__.py", "parts/tool.py", "parts/other.py", "verify.py"):
+        (tmp_path / name).write_text("")
+    found = imported(tmp_path / "agent.py")
+    names = {str(path.relative_to(tmp_path)) for path in found}
+    assert names == {"agent.py", "parts/__init__.py", "parts/tool.py"}
+
+
+def test_folders_that_contain_the_start_or_the_home_are_never_shown() -> None:
+    words = [str(Path.cwd()), str(Path.home()), "/", sys.executable]
+    found = readable(words, {"PATH": "/usr/bin"}, {}, Path("/nowhere"))
+    assert Path(sys.prefix) in found
+    assert not any(Path.cwd().is_relative_to(path) for path in found)
+    assert not any(Path.home().is_relative_to(path) for path in found)
