@@ -49,13 +49,34 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class PiecePlan:
+    """Part of a tree of sequences whose tokens stand in depth-first order.
+
+    Example: PiecePlan(tree=0, start=8192, stop=16384)
+    """
+
+    tree: int
+    """Number of the tree; the ranks have one each."""
+    start: int
+    """Its first token, as an index in the tree's tokens."""
+    stop: int
+    """The token after its last one."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """What a micro-batch will hold. Example: RowPlan((Unit((0, 1), 5),), share=0.5)"""
 
     units: tuple[Unit, ...]
+    """Of a piece: the sequences of which it holds the first token that is not shared with an
+    earlier sequence of the tree."""
     share: float
     """The share of its input tokens among those of all micro-batches that were planned with it,
     also those of other ranks."""
+    piece: PiecePlan | None = None
+    """Of which tokens of a tree it computes the pass; None: it holds whole trees, or nothing."""
+    reads_only: bool = False
+    """Whether the pass computes only what later ones attend to; it trains no token."""
 
 
 @dataclass(frozen=True, slots=True)

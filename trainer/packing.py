@@ -15,7 +15,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Self
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from proxy.records import Ids
 from trainer.batch import Batch, RowPlan, Unit
+from trainer.kept import Piece
 from trainer.transfers import sent
 
 Counts = npt.NDArray[np.int64]
@@ -40,31 +41,53 @@ class Layout:
     Example: [5 6 7] and [5 6 8 9] with their prefix shared, laid out as 5 6 7 8 9:
         ends = [5 5 3 5 5]     longest = 4
         runs = ((0, 2, 5), (2, 3, 3), (3, 5, 5))
+
+    The row of a piece of a tree begins with `P` tokens of earlier pieces, those on the path to its
+    first token, which were computed by other passes. Example: 8 9 alone, after 5 6:
+        ends = [4 4 4 4]     longest = 4     segments = (2,)
     """
 
     ends: Tensor
-    """`[T]` int64: token `i` attends to token `j` exactly if `j <= i < ends[j]`."""
+    """`[P + T]` int64: token `i` attends to token `j` exactly if `j <= i < ends[j]`."""
     longest: int
     """Number of tokens of the longest path."""
+    segments: tuple[int, ...] = ()
+    """Number of tokens of each earlier piece in front; their sum is `P`."""
+    piece: Piece | None = None
+    """What the passes over the tree hand on; None: the row is a whole tree."""
+    borders: tuple[int, ...] = ()
+    """Where a run ends even if the next has the same `ends`, besides at the end of a segment."""
+
+    @functools.cached_property
+    def past(self) -> int:
+        """`P`, the number of tokens in front that earlier passes computed."""
+        return sum(self.segments)
+
+    @property
+    def tokens(self) -> int:
+        """`T`, the number of tokens that this pass computes."""
+        return len(self.ends) - self.past
 
     def to(self, device: torch.device) -> Self:
-        """The same layout with its tensor on that device."""
-        moved = replace(self, ends=sent(self.ends, device))
+        """The same layout with its tensors on that device."""
+        piece = None if self.piece is None else self.piece.to(device)
+        moved = replace(self, ends=sent(self.ends, device), piece=piece)
         if device != self.ends.device:  # derived here, because a GPU would be waited for
             moved.__dict__.update(runs=self.runs, parent_runs=self.parent_runs)
         return moved
 
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The tokens in order, cut into runs where `ends` changes."""
+        """The tokens in order, cut into runs where `ends` changes and where a segment ends."""
         changes = (self.ends[1:] != self.ends[:-1]).nonzero()[:, 0] + 1
-        starts = [0, *changes.tolist(), len(self.ends)]
+        borders = {*self.borders, *accumulate(self.segments)}
+        starts = sorted({0, *changes.tolist(), *borders, len(self.ends)})
         ends = self.ends[starts[:-1]].tolist()
         return tuple(zip(starts[:-1], starts[1:], ends, strict=True))
 
     @functools.cached_property
     def parents(self) -> Tensor:
-        """`[T]` int64: the token before each token on its path; -1 at the start of a path."""
+        """`[P + T]` int64: the token before each token on its path; -1 at the start of a path."""
         parents = torch.arange(-1, len(self.ends) - 1)
         for run, parent in zip(self.runs, self.parent_runs, strict=True):
             parents[run[0]] = -1 if parent is None else self.runs[parent][1] - 1
@@ -84,12 +107,20 @@ class Layout:
 
     @functools.cached_property
     def depths(self) -> Tensor:
-        """`[T]` int64: number of tokens before each token on its path."""
+        """`[P + T]` int64: number of tokens before each token on its path."""
         depths = torch.empty(len(self.ends), dtype=torch.int64)
         for (start, stop, _), parent in zip(self.runs, self.parent_runs, strict=True):
             first = 0 if parent is None else int(depths[self.runs[parent][1] - 1]) + 1
             depths[start:stop] = torch.arange(first, first + stop - start)
         return sent(depths, self.ends.device)
+
+    @functools.cached_property
+    def forked(self) -> Layout:
+        """The same layout, in which a run also ends where a later piece begins a branch."""
+        if self.piece is None or not len(self.piece.forks):
+            return self
+        rows = self.piece.open_rows[self.piece.forks] + self.past + 1
+        return replace(self, borders=tuple(rows.tolist()))
 
     def path(self, run: int) -> Tensor:
         """Indices of the tokens before the run on its path, in order."""
@@ -130,6 +161,13 @@ class MicroBatch:
     token has any."""
     share: float = 1.0
     """The share of its input tokens among those of all micro-batches that were packed with it."""
+    reads_only: bool = False
+    """Whether the pass computes only what later ones attend to; it trains no token."""
+
+    @property
+    def piece(self) -> Piece | None:
+        """Its place in a tree that is computed in several passes; None: it is whole trees."""
+        return self.layout.piece
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch with its tensors on that device."""

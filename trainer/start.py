@@ -36,7 +36,7 @@ from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.fit import Ended
 from trainer.mains.registry import Parts, main_of
-from trainer.policy.model import ModelConfig
+from trainer.policy.model import ModelConfig, whole_trees
 from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.control import RunControl, StopRequested
@@ -289,6 +289,8 @@ def _placement(parts: Parts) -> Iterator[str]:
         yield from (f"warning: {each}" for each in config.warnings)
     if isinstance(parts, TaskParts):
         yield from (f"warning: {each}" for each in parts.warnings)
+    if whole := whole_trees(config.model, config.trainer.parallelism):
+        yield f"warning: {whole}"
     engine = config.engine
     if engine.replicas and not engine.urls:
         yield from vllm_platform.installed().describe(

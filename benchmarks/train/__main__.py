@@ -6,6 +6,10 @@ need in addition to model and libraries: gradients, moments and activations. Tok
 tokens of all sequences (those that a dense step computes), so shared prefixes show as a higher
 rate. CPU seconds show the cost of a step independently of other work on the machine. A contestant
 that runs out of memory or ends is a row that says so; the others go on, and the exit status is 1.
+`pieces` (the default of a run) computes a prefix once for the batch, `tree` once for a micro-batch.
+
+With `--tokens`, no model is trained: the tokens that a step computes, for agents' sessions at
+several sizes of micro-batches.
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.endings import reason
 from benchmarks.train import contestants
-from benchmarks.train.workloads import WORKLOADS, make_groups
+from benchmarks.train.workloads import SESSIONS, WORKLOADS, make_groups
 from trainer.batch import build_batch
+from trainer.prefix_tree import Forest, divide, lay_out
 
 MODELS = {
     # the quickstart's starter model
@@ -42,21 +47,28 @@ MODELS = {
         "vocab": 151936,
     },
 }
-CONTESTANTS = ("tree", "packed", "trl")
+CONTESTANTS = ("pieces", "tree", "packed", "trl")
+ALL_WORKLOADS = WORKLOADS | SESSIONS
+MICRO_BATCHES = (4096, 8192, 16384, 32768, 65536)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", choices=ALL_WORKLOADS, default=None)
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=3, help="timed steps after one warm-up step")
+    parser.add_argument("--micro-batch-tokens", type=int, default=32768)
+    parser.add_argument("--tokens", action="store_true", help="count tokens, train nothing")
     parser.add_argument("--one", nargs=3, metavar=("CONTESTANT", "WORKLOAD", "PATH"))
     arguments = parser.parse_args()
     if arguments.one:
         _serve_steps(*arguments.one, arguments)
+        return 0
+    if arguments.tokens:
+        _print_tokens(arguments.workloads or list(SESSIONS))
         return 0
     failed = False
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +77,7 @@ def main() -> int:
         columns += ("over TRL, CPU", "peak MB", "gradient norm")
         print("| " + " | ".join(columns) + " |")
         print("|---" * len(columns) + "|")
-        for workload in arguments.workloads:
+        for workload in arguments.workloads or list(WORKLOADS):
             results = _side_by_side(workload, folder, arguments)
             trl = results.get("trl")
             for name, result in results.items():
@@ -77,6 +89,30 @@ def main() -> int:
                     compared = None if isinstance(trl, str) else trl
                     print(_row(workload, name, result, compared), flush=True)
     return int(failed)
+
+
+def _print_tokens(workloads: list[str]) -> None:
+    columns = ("workload", "micro-batch", "tree", "a row each", "tree in a micro-batch", "pieces")
+    columns += ("pieces ÷ tree", "also read", "passes", "longest pass")
+    print("| " + " | ".join(columns) + " |")
+    print("|---" * len(columns) + "|")
+    for name in workloads:
+        batch = build_batch(make_groups(ALL_WORKLOADS[name], 1024))
+        tree = Forest.of(batch, range(len(batch.sequences))).tokens
+        for tokens in MICRO_BATCHES:
+            whole, ours = (
+                lay_out(
+                    batch, divide(batch, max_tokens=tokens, share_prefixes=True, in_pieces=pieces)
+                )
+                for pieces in (False, True)
+            )
+            trained = sum(len(micro.ids) for micro in ours if not micro.reads_only)
+            read = sum(len(micro.ids) for micro in ours if micro.reads_only)
+            counts = (tree, batch.input_tokens, sum(len(micro.ids) for micro in whole), trained)
+            cells = [name, f"{tokens:,}", *(f"{each:,}" for each in counts)]
+            cells += [f"{trained / tree:.3f}", f"{read:,}", str(len(ours))]
+            cells.append(f"{max(len(micro.ids) for micro in ours):,}")
+            print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def _side_by_side(
@@ -145,14 +181,21 @@ def _start(name: str, workload: str, folder: str, errors: IO[str]) -> subprocess
 def _serve_steps(name: str, workload: str, path: str, arguments: argparse.Namespace) -> None:
     """A contestant's process: it makes a step for every line on standard input."""
     vocabulary = MODELS[arguments.model]["vocab"]
-    batch = build_batch(make_groups(WORKLOADS[workload], vocabulary))
+    batch = build_batch(make_groups(ALL_WORKLOADS[workload], vocabulary))
     device, dtype = arguments.device, arguments.dtype
     with contextlib.redirect_stdout(sys.stderr):
         if name == "trl":
             step = contestants.trl(Path(path), batch, device, dtype)
         else:
-            share = name == "tree"
-            step = contestants.ours(Path(path), batch, device, dtype, share_prefixes=share)
+            step = contestants.ours(
+                Path(path),
+                batch,
+                device,
+                dtype,
+                share_prefixes=name != "packed",
+                in_pieces=name == "pieces",
+                micro_batch_tokens=arguments.micro_batch_tokens,
+            )
     before = _held_mb(device)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()

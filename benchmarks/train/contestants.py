@@ -29,16 +29,28 @@ Step = Callable[[], float]
 """Makes one step. Returns the gradient norm before clipping, by which contestants are compared."""
 
 
-def ours(path: Path, batch: Batch, device: str, dtype: str, *, share_prefixes: bool) -> Step:
+def ours(
+    path: Path,
+    batch: Batch,
+    device: str,
+    dtype: str,
+    *,
+    share_prefixes: bool,
+    in_pieces: bool,
+    micro_batch_tokens: int,
+) -> Step:
+    """`in_pieces` False: a prefix is shared within a micro-batch only."""
     config = ModelConfig.model_validate(
         {
             "path": path,
             "compute_dtype": dtype,
             "share_prefixes": share_prefixes,
-            "max_micro_batch_tokens": 32768,
+            "max_micro_batch_tokens": micro_batch_tokens,
         }
     )
     policy = Policy(config, OptimizerConfig(lr=1e-6), device=device)
+    if not in_pieces:
+        policy.model.pieces_problem = "the benchmark compares with it"
     algorithm = Algorithm(
         AlgorithmConfig(
             prox="reuse", correction=Correction(weight=None), aggregation="sequence_mean_token_mean"

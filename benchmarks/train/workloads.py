@@ -1,8 +1,14 @@
-"""Groups of random tokens with typical shapes. Every contestant gets the same groups."""
+"""Groups of random tokens with typical shapes. Every contestant gets the same groups.
+
+`sessions.json` has token counts of agents' sessions: how long their first prompt is, which all
+trials share, and what a trial adds. Nothing else of the sessions is in it.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -24,6 +30,27 @@ class Workload:
     """Shortest and longest tool result after a turn."""
     forks: int
     """Number of sub-agents of a trial: branches of two turns that start at the shared prefix."""
+    one_prompt: bool = False
+    """Whether the shared tokens are those of all groups, such as an agent's system prompt."""
+
+
+def sessions() -> dict[str, Workload]:
+    """The workloads of `sessions.json`."""
+    counts = json.loads((Path(__file__).parent / "sessions.json").read_text(encoding="utf-8"))
+    return {
+        name: Workload(
+            each["groups"],
+            each["rollouts"],
+            each["prompt"],
+            each["turns"],
+            (each["answer"],) * 2,
+            (each["result"],) * 2,
+            0,
+            one_prompt=True,
+        )
+        for name, each in counts.items()
+        if name != "about"
+    }
 
 
 WORKLOADS = {
@@ -34,15 +61,23 @@ WORKLOADS = {
     # a coding agent: a long system prompt with tools, shared by the group and by its sub-agents
     "coding-agent": Workload(1, 8, 4000, 2, (30, 100), (50, 150), 1),
 }
+SESSIONS = sessions()
 
 
 def make_groups(workload: Workload, vocabulary: int, seed: int = 0) -> list[Group]:
     rng = np.random.default_rng(seed)
-    return [_group(workload, vocabulary, rng, f"task-{i}") for i in range(workload.groups)]
-
-
-def _group(workload: Workload, vocabulary: int, rng: np.random.Generator, name: str) -> Group:
     shared = rng.integers(0, vocabulary, workload.shared)
+    made = []
+    for number in range(workload.groups):
+        if number and not workload.one_prompt:
+            shared = rng.integers(0, vocabulary, workload.shared)
+        made.append(_group(workload, vocabulary, rng, f"task-{number}", shared))
+    return made
+
+
+def _group(
+    workload: Workload, vocabulary: int, rng: np.random.Generator, name: str, shared: np.ndarray
+) -> Group:
     task = Task(name, {})
     rollouts = []
     for index in range(workload.rollouts):

@@ -8,13 +8,16 @@ it; and for the run and all tokens that follow it. The results are merged by the
 Layers with a sliding window or with soft-capping are computed in blocks of queries instead. On CUDA
 the same layout becomes a block mask of FlexAttention (`flex.py`).
 
-Shapes: `T` tokens of a micro-batch, `H` query heads, `D` head size.
+The row of a piece of a tree has the keys and values of earlier pieces in front (`trainer.kept`).
+
+Shapes: `T` tokens of a micro-batch, `P` tokens of earlier pieces in front, `H` query heads, `D`
+head size.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from trainer.kept import Segment, with_past
 from trainer.packing import Layout, Run
 from trainer.policy.blocks import attend_by_blocks
 from trainer.policy.context_parallel import copied_heads, join_heads, own_heads, split_heads
@@ -81,7 +85,11 @@ def packed_attention(
         split_heads(each, layout, tokens=2, heads=1) for each in (query, key, value)
     )
     sinks = None if s_aux is None else own_heads(s_aux, layout)
-    out = on_device(query, key, value, mask, scale, softcap=softcap, sinks=sinks)
+    past: tuple[Segment, ...] = ()
+    if layout.piece is not None:
+        key, value = layout.piece.entered(module, key, value, dim=2)
+        past = layout.piece.segments(module, key.device)
+    out = on_device(query, key, value, mask, scale, softcap=softcap, sinks=sinks, past=past)
     return join_heads(out, layout, tokens=2, heads=1).transpose(1, 2), None
 
 
@@ -94,49 +102,56 @@ def attend(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    past: Sequence[Segment] = (),
 ) -> Tensor:
     """`[1, H, T, D]`, in the type of autocast if that is on; values may have another head size."""
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
     if mask.window is not None or softcap is not None:
-        return attend_by_blocks(query, key, value, mask, scale, softcap=softcap, sinks=sinks)
+        both = with_past(key, value, past)
+        return attend_by_blocks(query, *both, mask, scale, softcap=softcap, sinks=sinks)
+    past = [each.to(key.dtype) for each in past]
     if sinks is not None:
-        with_sink = (*_with_sink(query, key, value, sinks / scale), _after_sink(mask.layout))
-        return attend_by_runs(*with_sink, scale)[:, :, 1:]
-    return attend_by_runs(query, key, value, mask.layout, scale)
+        column = (sinks / scale).to(query.dtype).view(1, -1, 1, 1)
+        query = torch.cat([query, column.expand(-1, -1, query.shape[2], -1)], -1)
+        past = [_sink(key, value), *(each.padded(key.shape[-1] + 1) for each in past)]
+        out = attend_by_runs(query, pad(key, (0, 1)), value, _after_sink(mask.layout), scale, past)
+        return out[..., : value.shape[-1]]
+    return attend_by_runs(query, key, value, mask.layout, scale, past)
 
 
-def _with_sink(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Puts the sinks in front as a token with the value 0, whose product with each query is the
-    sink: one more element of the head is the sink in queries, and 1 in the key of this token."""
-    column = sinks.to(query.dtype).view(1, -1, 1, 1).expand(-1, -1, query.shape[2], -1)
-    query = pad(torch.cat([query, column], -1), (0, 0, 1, 0))
-    key = pad(key, (0, 1, 1, 0))
-    one = torch.zeros_like(key)
-    one[:, :, 0, -1] = 1
-    return query, key + one, pad(value, (0, 0, 1, 0))
+def _sink(key: Tensor, value: Tensor) -> Segment:
+    """The sinks as a token in front with the value 0, whose product with each query is the sink:
+    one more element of the head is the sink in queries, and 1 in the key of this token."""
+    one = key.new_zeros(1, key.shape[1], 1, key.shape[-1] + 1)
+    one[..., -1] = 1
+    return Segment(one, value.new_zeros(1, value.shape[1], 1, value.shape[-1]))
 
 
 @functools.lru_cache(maxsize=2)  # the layout of the micro-batch at hand, for all of its layers
 def _after_sink(layout: Layout) -> Layout:
     """The layout with one token in front that all others attend to."""
     ends = pad(layout.ends + 1, (1, 0), value=len(layout.ends) + 1)
-    return Layout(ends, layout.longest + 1)
+    return Layout(ends, layout.longest + 1, (1, *layout.segments))
 
 
 def attend_by_runs(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scale: float,
+    past: Sequence[Segment] = (),
 ) -> Tensor:
     """Attention to whole paths."""
     size, value_size = query.shape[-1], value.shape[-1]
     if size != value_size:  # the kernel needs equal sizes; zeros do not change a product
         wide = max(size, value_size)
         query, key, value = (pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
+        past = [each.padded(wide) for each in past]
     out: Tensor = _AttendByRuns.apply(  # type: ignore[no-untyped-call]
-        query, key, value, layout.runs, scale
+        query, key, value, layout.runs, scale, tuple(past)
     )
     return out[..., :value_size]
 
@@ -144,7 +159,8 @@ def attend_by_runs(
 class _AttendByRuns(Function):
     """Attention by runs, with its gradient. FlashAttention's backward pass recomputes the
     probabilities of a part from the output and the log-sum-exp of the whole (Dao et al., arXiv
-    2205.14135), so that the gradient is the sum of the gradients of the parts.
+    2205.14135), so that the gradient is the sum of the gradients of the parts. Those of the past
+    are added to its buffers.
     """
 
     @staticmethod
@@ -155,54 +171,75 @@ class _AttendByRuns(Function):
         value: Tensor,
         runs: tuple[Run, ...],
         scale: float,
+        past: tuple[Segment, ...],
     ) -> Tensor:
         _, heads, tokens, size = query.shape
         out = query.new_empty(1, tokens, heads, size, dtype=torch.float32).transpose(1, 2)
         logsumexp = query.new_empty(1, heads, tokens, dtype=torch.float32)
         done = 0  # the tokens before it have a result, with which the next one is merged
-        for run in runs:
-            for keys, queries, causal in _parts(run):
-                part, part_lse = _flash(
-                    query[:, :, queries],
-                    key[:, :, keys],
-                    value[:, :, keys],
-                    is_causal=causal,
-                    scale=scale,
-                )
-                into, into_lse = out[:, :, queries], logsumexp[:, :, queries]
-                if queries.start < done:
-                    _merge(into, into_lse, part, part_lse)
-                else:
-                    into.copy_(part)
-                    into_lse.copy_(part_lse)
-                    done = queries.stop
+        for (keys, values), queries, causal, _ in _calls(key, value, runs, past):
+            part, part_lse = _flash(
+                query[:, :, queries], keys, values, is_causal=causal, scale=scale
+            )
+            into, into_lse = out[:, :, queries], logsumexp[:, :, queries]
+            if queries.start < done:
+                _merge(into, into_lse, part, part_lse)
+            else:
+                into.copy_(part)
+                into_lse.copy_(part_lse)
+                done = queries.stop
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.runs, ctx.scale = runs, scale
+        ctx.runs, ctx.scale, ctx.past = runs, scale, past
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
-        for run in ctx.runs:
-            for keys, queries, causal in _parts(run):
-                parts = _flash_backward(
-                    grad_out[:, :, queries],
-                    query[:, :, queries],
-                    key[:, :, keys],
-                    value[:, :, keys],
-                    out[:, :, queries],
-                    logsumexp[:, :, queries],
-                    0.0,
-                    causal,
-                    scale=ctx.scale,
-                )
-                for grad, rows, part in zip(grads, (queries, keys, keys), parts, strict=True):
-                    grad[:, :, rows] += part
+        for (keys, values), queries, causal, into in _calls(key, value, ctx.runs, ctx.past):
+            of_query, of_key, of_value = _flash_backward(
+                grad_out[:, :, queries],
+                query[:, :, queries],
+                keys,
+                values,
+                out[:, :, queries],
+                logsumexp[:, :, queries],
+                0.0,
+                causal,
+                scale=ctx.scale,
+            )
+            grads[0][:, :, queries] += of_query
+            if isinstance(into, Segment):
+                into.add(of_key, of_value)
+            else:
+                grads[1][:, :, into] += of_key
+                grads[2][:, :, into] += of_value
         grad_query, grad_key, grad_value = (grad.to(query.dtype) for grad in grads)
-        return grad_query, grad_key, grad_value, None, None
+        return grad_query, grad_key, grad_value, None, None, None
+
+
+def _calls(
+    key: Tensor, value: Tensor, runs: Sequence[Run], past: Sequence[Segment]
+) -> Iterator[tuple[tuple[Tensor, Tensor], slice, bool, Segment | slice]]:
+    """`((keys, values), queries, causal, gradients)` of each flash call: the gradients of its keys
+    and values belong to these own tokens, or to those of a segment."""
+    before = sum(each.key.shape[2] for each in past)
+    first = 0
+    segments = iter(past)
+    segment, border = None, 0
+    for start, stop, end in runs:
+        if stop <= before:
+            if start >= border:
+                segment = next(segments)
+                first, border = border, border + segment.key.shape[2]
+            assert segment is not None
+            rows = segment.rows(start - first, stop - first)
+            yield (rows.key, rows.value), slice(0, end - before), False, rows
+            continue
+        for keys, queries, causal in _parts((start - before, stop - before, end - before)):
+            yield (key[:, :, keys], value[:, :, keys]), queries, causal, keys
 
 
 def _parts(run: Run) -> Iterator[tuple[slice, slice, bool]]:

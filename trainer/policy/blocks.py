@@ -4,8 +4,8 @@ Invariant: as in `attention.py`. Each run is cut into blocks of consecutive toke
 block attends to the last tokens before it on its path, as far as its first token's window reaches,
 and to itself. With a window `W`, `T` tokens cost `T · 2W` products and not `T²`.
 
-Shapes: `T` tokens of a micro-batch, `H` query heads, `G` heads of keys and values, `D` head size,
-`B` queries of a block, `K` keys that a block attends to.
+Shapes: `T` tokens of a micro-batch, `P` tokens of earlier pieces in front, `H` query heads, `G`
+heads of keys and values, `D` head size, `B` queries of a block, `K` keys that a block attends to.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ LARGEST_BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries `[start, stop)` of a row, the keys that they may see, and which each of them sees."""
+    """Queries `[start, stop)` of a row's own tokens, the keys that they may see, and which each of
+    them sees."""
 
     start: int
     stop: int
     keys: Tensor
-    """`[K]` int64, indices in the row; ascending on the path."""
+    """`[K]` int64, indices in the row with what is in front; ascending on the path."""
     hidden: Tensor
     """`[B, K]` bool: pairs outside the mask."""
 
@@ -50,7 +51,7 @@ def attend_by_blocks(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`[1, H, T, D]`: `softmax(cap · tanh(scale · q·k / cap))` over the keys that the mask shows,
-    and over the sink, if there is one.
+    and over the sink, if there is one. Keys and values are those of all `P + T` tokens.
 
     The scores of a block are computed again in the backward pass.
     """
@@ -105,8 +106,10 @@ def blocks_of(layout: Layout, window: int | None) -> tuple[Block, ...]:
 
 def _blocks(layout: Layout, window: int | None) -> Iterator[Block]:
     size = LARGEST_BLOCK if window is None else min(max(window, SMALLEST_BLOCK), LARGEST_BLOCK)
-    depths = layout.depths
+    depths, past = layout.depths, layout.past
     for number, (first, end, _) in enumerate(layout.runs):
+        if end <= past:
+            continue
         before = layout.path(number)
         for start in range(first, end, size):
             stop = min(start + size, end)
@@ -115,4 +118,4 @@ def _blocks(layout: Layout, window: int | None) -> Iterator[Block]:
                 keys = keys[-(stop - start + window - 1) :]
             distance = depths[start:stop, None] - depths[None, keys]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            yield Block(start, stop, keys, hidden)
+            yield Block(start - past, stop - past, keys, hidden)

@@ -61,11 +61,18 @@ class ContextRanks:
         return MicroBatchPart(
             ids=held(micro.ids),
             positions=held(micro.positions),
-            layout=SharedLayout(micro.layout.ends, micro.layout.longest, self),
+            layout=SharedLayout(
+                micro.layout.ends,
+                micro.layout.longest,
+                micro.layout.segments,
+                micro.layout.piece,
+                ranks=self,
+            ),
             targets=micro.targets,
             predictors=micro.predictors[own] - start,
             experts=None if micro.experts is None else held(micro.experts, fill=-1),
             share=micro.share,
+            reads_only=micro.reads_only,
             own=own,
         )
 
@@ -120,7 +127,7 @@ def of_whole(micro: MicroBatch, values: Tensor) -> Tensor:
 
 def all_tokens(micro: MicroBatch, rows: Tensor) -> Tensor:
     """`[S, …]` → `[T, …]`: a row for each token, from all ranks of the group."""
-    ranks, tokens, count = _ranks(micro.layout), len(micro.layout.ends), len(rows)
+    ranks, tokens, count = _ranks(micro.layout), micro.layout.tokens, len(rows)
     if ranks.size == 1:
         return rows
     start, stop = (min(each * count, tokens) for each in (ranks.rank, ranks.rank + 1))
@@ -145,7 +152,7 @@ def split_heads(row: Tensor, layout: Layout, *, tokens: int, heads: int) -> Tens
         )
     own = number // ranks.size
     by_rank = first.reshape(count, ranks.size, own, *rest).movedim(1, 0)
-    whole = ranks.exchange(by_rank).flatten(0, 1)[: len(layout.ends)]
+    whole = ranks.exchange(by_rank).flatten(0, 1)[: layout.tokens]
     return whole.movedim((0, 1), (tokens, heads))
 
 

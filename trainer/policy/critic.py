@@ -25,6 +25,7 @@ from trainer.policy.model import DTYPES, ModelConfig, blocks, load_model
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import pack_for, parts_for
 from trainer.policy.scorer import last_hidden
+from trainer.prefix_tree import in_reading_order
 
 
 class ValueModel(nn.Module):
@@ -88,18 +89,21 @@ class Critic:
 
     def pack(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[MicroBatch]:
         """The batch (or some of its sequences) as micro-batches of this rank."""
-        return pack_for(self.module.model, self.config, batch, sequences)
+        return pack_for(self.module.model, self.config, batch, sequences, in_pieces=True)
 
     def parts(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[BatchPart]:
         """The batch (or some of its sequences), divided into one part for each rank."""
-        return parts_for(self.module.model, self.config, self.ranks, batch, sequences)
+        return parts_for(
+            self.module.model, self.config, self.ranks, batch, sequences, in_pieces=True
+        )
 
     @torch.no_grad()
     def compute_values(self, batch: Batch) -> Tensor:
         """`[N]` float32: the critic's estimate of the return from each trained token on. All ranks
         call this together, each with its own part of a batch."""
         self.module.eval()
-        found = [(micro.targets, self._values(micro)) for micro in self.pack(batch)]
+        micros = in_reading_order(self.pack(batch))
+        found = [(micro.targets, self._values(micro)) for micro in micros]
         values = torch.zeros(batch.num_tokens)
         if found:
             values[torch.cat([targets for targets, _ in found])] = torch.cat(
@@ -112,6 +116,11 @@ class Critic:
 
         Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
         """
+        if micro.reads_only:
+            self.module.eval()
+            with torch.no_grad():
+                self._values(micro)
+            return {}
         self.module.train()
         result = loss(self._values(micro), micro.targets)
         finite = torch.isfinite(result.losses)
@@ -119,6 +128,8 @@ class Critic:
             token = int(micro.targets[int((~finite).nonzero()[0])])
             raise TrainingError(f"{batch.name(token)}: the critic's loss of a token is not finite")
         (result.losses.sum() * self.ranks.size).backward()  # type: ignore[no-untyped-call]
+        if micro.piece is not None:
+            micro.piece.done()
         return {name: float(value.detach()) for name, value in result.metrics.items()}
 
     def _values(self, micro: MicroBatch) -> Tensor:

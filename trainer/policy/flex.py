@@ -10,7 +10,7 @@ Shapes: `T` tokens of a micro-batch, `H` query heads, `D` head size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.functional import pad
 
+from trainer.kept import Segment, with_past
 from trainer.packing import Layout
 from trainer.policy.mask import BLOCK, AttentionMask, block_mask
 
@@ -40,6 +41,7 @@ def flex_attend(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    past: Sequence[Segment] = (),
 ) -> Tensor:
     """`[1, H, T, D]`. On CPU, FlexAttention runs uncompiled, for tests of its forward pass.
 
@@ -47,6 +49,7 @@ def flex_attend(
     without it is multiplied by `σ(lse − s)`.
     """
 
+    key, value = with_past(key, value, past)
     tokens = query.shape[2]
     if tokens < SHORTEST:
         query, key, value = (
@@ -79,8 +82,9 @@ def flex_attend(
 def _filled(layout: Layout) -> Layout:
     """The layout with a path of further tokens at its end."""
     ends = layout.ends
-    more = torch.full((SHORTEST - len(ends),), SHORTEST, dtype=ends.dtype, device=ends.device)
-    return Layout(torch.cat([ends, more]), layout.longest)
+    count = SHORTEST - layout.tokens
+    more = torch.full((count,), len(ends) + count, dtype=ends.dtype, device=ends.device)
+    return Layout(torch.cat([ends, more]), layout.longest, layout.segments)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ class LateMetrics:
     """Example:
     late = LateMetrics()
     for micro in micros:
-        late.add({"loss": …}, losses, partial(raise_not_finite, batch, micro, …))
+        late.add({"loss": …}, losses, partial(raise_not_finite, batch, targets, …))
     metrics = late.sums()
     """
 

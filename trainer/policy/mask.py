@@ -3,7 +3,8 @@
 Invariant: token `q` sees token `k` exactly if `k` is `q` or before it on its path, and fewer than
 `window` tokens before it.
 
-Shapes: `T` tokens of a micro-batch, `N` blocks of `BLOCK` tokens.
+Shapes: `T` tokens of a micro-batch, `P` tokens of earlier pieces in front, `N` blocks of `BLOCK`
+queries, `M` blocks of as many keys.
 """
 
 from __future__ import annotations
@@ -35,26 +36,32 @@ def block_mask(layout: Layout, window: int | None) -> BlockMask:
     """The mask for FlexAttention.
 
     Which blocks are empty, full or mixed follows from the smallest and largest `ends` and depths of
-    each block: `N²` numbers. `create_block_mask` would need 10.7 bytes for each of `T²` pairs (171
-    GiB for 131,072 tokens). An empty block that is treated as mixed is masked correctly and only
-    costs time.
+    each block: `N × M` numbers. `create_block_mask` would need 10.7 bytes for each pair of tokens
+    (171 GiB for 131,072 tokens). An empty block that is treated as mixed is masked correctly and
+    only costs time.
     """
-    ends, depths, tokens = layout.ends, layout.depths, len(layout.ends)
+    ends, depths, past = layout.ends, layout.depths, layout.past
+    # a tensor, because a number would be compiled as a constant
+    front = torch.tensor(past, device=ends.device)
 
     def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = (k <= q) & (q < ends[k])
-        return seen if window is None else seen & (depths[q] - depths[k] < window)
+        at = q + front
+        seen = (k <= at) & (at < ends[k])
+        return seen if window is None else seen & (depths[at] - depths[k] < window)
 
-    count = -(-tokens // BLOCK)
-    first = torch.arange(count, device=ends.device) * BLOCK
-    last = (first + BLOCK - 1).clamp(max=tokens - 1)
-    earlier, here = first[None, :] < first[:, None], first[None, :] == first[:, None]
-    some = here | (earlier & (_of_blocks(ends, "amax")[None, :] > first[:, None]))
-    full = earlier & (_of_blocks(ends, "amin")[None, :] > last[:, None])
+    first_q, last_q = _bounds(layout.tokens, ends.device)
+    first_k, last_k = _bounds(len(ends), ends.device)
+    first_q, last_q = first_q + past, last_q + past
+    earlier = last_k[None, :] <= first_q[:, None]
+    near = ~earlier & (first_k[None, :] <= last_q[:, None])
+    latest, soonest = _of_blocks(ends, "amax"), _of_blocks(ends, "amin")
+    some = near | (earlier & (latest[None, :] > first_q[:, None]))
+    full = earlier & (soonest[None, :] > last_q[:, None])
     if window is not None:
-        low, high = _of_blocks(depths, "amin"), _of_blocks(depths, "amax")
-        some &= here | (low[:, None] - high[None, :] < window)
-        full &= high[:, None] - low[None, :] < window
+        own = depths[past:]
+        low, high = _of_blocks(own, "amin"), _of_blocks(own, "amax")
+        some &= near | (low[:, None] - _of_blocks(depths, "amax")[None, :] < window)
+        full &= high[:, None] - _of_blocks(depths, "amin")[None, :] < window
     # The last block may hold fewer tokens; FlexAttention tests bounds only in mixed blocks.
     full[:, -1] = full[-1] = False
     return BlockMask.from_kv_blocks(
@@ -62,8 +69,14 @@ def block_mask(layout: Layout, window: int | None) -> BlockMask:
         *_listed(full),
         BLOCK_SIZE=BLOCK,
         mask_mod=sees,
-        seq_lengths=(tokens, tokens),
+        seq_lengths=(layout.tokens, len(ends)),
     )
+
+
+def _bounds(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first and the last token of each block."""
+    first = torch.arange(-(-tokens // BLOCK), device=device) * BLOCK
+    return first, (first + BLOCK - 1).clamp(max=tokens - 1)
 
 
 def _of_blocks(values: Tensor, reduction: str) -> Tensor:

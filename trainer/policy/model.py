@@ -28,6 +28,7 @@ from trainer.policy.architecture import check_model, check_settings, without_noi
 from trainer.policy.checkpoint_type import ComputeDtype, checkpoint_type
 from trainer.policy.cpu_linear import use_wide_products
 from trainer.policy.loading import Place, load_weights
+from trainer.policy.parallelism import Parallelism
 from trainer.policy.proof import prove
 from trainer.policy.scorer import use_packed_rows
 
@@ -79,10 +80,12 @@ class ModelConfig(BaseModel):
     """Type of activations and matrix products. By default that of the checkpoint: float32, or
     bfloat16 for one of 16 bits or fewer."""
     max_micro_batch_tokens: Common[int] = Field(8192, ge=1)
-    """Maximum number of input tokens of a forward pass; a longer sequence has a pass of its own. On
-    a CPU, only sequences that share a prefix form passes of more than 4096 tokens."""
+    """Maximum number of input tokens of a forward pass; a longer sequence that shares none has a
+    pass of its own. On a CPU, only sequences that share a prefix form passes of more than 4096
+    tokens."""
     share_prefixes: bool = True
-    """Compute each common prefix of a group's sequences once (tree attention)."""
+    """Compute each common prefix of a mini-batch's sequences once (tree attention), in several
+    passes if it does not fit in one micro-batch."""
     gradient_checkpointing: bool | None = None
     """Keep only the input of each layer for the backward pass, and recompute the rest, which saves
     memory. None: in as many layers as must so that a rank fits on its GPU, by the plan that a run
@@ -166,7 +169,7 @@ def load_model(
     or if the architecture's forward pass cannot be reproduced exactly.
     """
     settings = without_noise(load_settings(config.path))
-    prove(settings, config.path)
+    problem = prove(settings, config.path)
     replays = config.router_replay == "replay" and trainable
     if replays:
         extra("trainer.extras.experts.router_replay:check_replay")(settings, config.path)
@@ -203,6 +206,7 @@ def load_model(
     if lora is not None:
         model = _add_lora(lora, model) if adapters is None else adapters.complete(model)
         check_adapter(model, merged=lora.update == "merged")
+    model.pieces_problem = problem
     return model.requires_grad_(False) if not trainable else model
 
 
@@ -212,6 +216,27 @@ def recompute(model: Any, config: ModelConfig) -> None:
     if config.recomputed_layers is not None:
         for layer in model.get_decoder().layers[config.recomputed_layers :]:
             layer.gradient_checkpointing = False
+
+
+def whole_trees(config: ModelConfig, parallelism: Parallelism) -> str:
+    """A warning that trees larger than a micro-batch compute their prefixes several times, with the
+    reason; empty if they are computed in pieces.
+
+    Raises ConfigError as `load_model` for an architecture that cannot be trained.
+    """
+    if not config.share_prefixes:
+        return ""
+    if parallelism.divides_model:
+        reason = "trainer.tensor_parallel, pipeline_parallel or expert_parallel divides the model"
+    else:
+        reason = prove(without_noise(load_settings(config.path)), config.path)
+    said = f"model.share_prefixes: {config.path}: a prefix is shared within a micro-batch only"
+    return reason and f"{said}: {reason}"
+
+
+def pieces_problem(model: Any) -> str:
+    """Why trees of a loaded model are not computed in pieces; empty if they are."""
+    return str(model.pieces_problem)
 
 
 def blocks(model: Any) -> list[nn.Module]:

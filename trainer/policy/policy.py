@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from trainer.algorithms.token_loss import LossFunction, Metrics
 from trainer.batch import Batch, BatchPart, RowPlan, part_in_micro_batches
 from trainer.errors import TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
-from trainer.packing import MicroBatch, divide, lay_out
+from trainer.packing import MicroBatch
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
@@ -36,12 +37,15 @@ from trainer.policy.model import (
     blocks,
     context_tokens,
     load_model,
+    pieces_problem,
     vocabulary,
 )
 from trainer.policy.parallel import Ranks
+from trainer.policy.piece_loss import loss_of, note
 from trainer.policy.scorer import BalanceLoss, CausalScorer, Scored
 from trainer.policy.scores import Scores, collected
 from trainer.policy.trainable import TrainablePolicy
+from trainer.prefix_tree import divide, in_reading_order, lay_out
 from trainer.transfers import sent
 
 CPU_FILL_TOKENS = 4096
@@ -108,7 +112,7 @@ class Policy:
         """
         if self.replays and not batch.micro_batches:
             extra("trainer.extras.experts.router_replay:check_rows")(self.model, batch)
-        return pack_for(self.model, self.config, batch, sequences)
+        return pack_for(self.model, self.config, batch, sequences, in_pieces=True)
 
     def parts(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[BatchPart]:
         """The batch (or some of its sequences), divided into one part for each rank.
@@ -118,7 +122,7 @@ class Policy:
         """
         if self.replays:
             extra("trainer.extras.experts.router_replay:check_rows")(self.model, batch)
-        return parts_for(self.model, self.config, self.ranks, batch, sequences)
+        return parts_for(self.model, self.config, self.ranks, batch, sequences, in_pieces=True)
 
     @property
     def replays(self) -> bool:
@@ -139,7 +143,7 @@ class Policy:
         """
         self.scorer.eval()
         found = []
-        for micro in self.pack(batch):
+        for micro in in_reading_order(self.pack(batch)):
             micro = micro if replay else replace(micro, experts=None)
             scored = self._score(micro, batch, temperature, entropy_grad=False)
             found.append((micro.targets, scored.logprobs, scored.entropy))
@@ -151,13 +155,13 @@ class Policy:
         routing and with the policy's own."""
         self.scorer.eval()
         sums = {"tokens": 0.0, "replayed": 0.0, "routed": 0.0}
-        for micro in self.pack(batch)[: self.config.router_compared]:
-            recorded = batch.logprobs[micro.targets]
-            ways = {"replayed": micro, "routed": replace(micro, experts=None)}
-            for name, way in ways.items():
+        for name in ("replayed", "routed"):
+            for micro in islice(in_reading_order(self.pack(batch)), self.config.router_compared):
+                way = micro if name == "replayed" else replace(micro, experts=None)
                 scored = self._score(way, batch, temperature, entropy_grad=False)
+                recorded = batch.logprobs[micro.targets]
                 sums[name] += float((scored.logprobs.cpu() - recorded).abs().double().sum())
-            sums["tokens"] += len(micro.targets)
+                sums["tokens"] += len(micro.targets) * (name == "replayed")
         sums = self.ranks.sum_metrics(sums)
         if not sums["tokens"]:
             return {}
@@ -192,6 +196,7 @@ class Policy:
         entropy_grad: bool = False,
     ) -> Metrics:
         """Adds the gradient of the micro-batch's losses; returns its contributions to the metrics.
+        The micro-batches of a tree in pieces must come in the order in which `pack` gives them.
 
         Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
         """
@@ -208,16 +213,30 @@ class Policy:
         entropy_grad: bool,
         late: LateMetrics,
     ) -> None:
+        if micro.reads_only:
+            self._read(micro, batch, temperature)
+            return
         self.scorer.train()
         scored = self._score(micro, batch, temperature, entropy_grad=entropy_grad)
-        result = loss(scored.logprobs, scored.entropy, micro.targets)
-        logprobs, losses = scored.logprobs.detach(), result.losses.detach()
+        found = loss_of(micro, scored, loss)
+        result, losses = found.loss, found.loss.losses.detach()
         total, metrics = result.losses.sum(), dict(result.metrics)
         if scored.imbalance is not None:
             metrics["router_aux_loss"] = micro.share * scored.imbalance
             total = total + self.config.router_aux_loss * metrics["router_aux_loss"]
         (total * self.ranks.size).backward()  # type: ignore[no-untyped-call]
-        late.add(metrics, losses, partial(raise_not_finite, batch, micro, logprobs, losses))
+        late.add(
+            metrics, losses, partial(raise_not_finite, batch, found.targets, found.logprobs, losses)
+        )
+        if micro.piece is not None:
+            micro.piece.done()
+
+    @torch.no_grad()
+    def _read(self, micro: MicroBatch, batch: Batch, temperature: float) -> None:
+        self.scorer.eval()
+        scored = self._score(micro, batch, temperature, entropy_grad=False)
+        if micro.piece is not None:
+            note(micro.piece, micro.targets, scored)
 
     def step(self) -> Metrics:
         """Clips the gradient, updates the weights, and clears the gradient.
@@ -269,27 +288,45 @@ class Policy:
 
 
 def pack_for(
-    model: Any, config: ModelConfig, batch: Batch, sequences: Iterable[int] | None
+    model: Any,
+    config: ModelConfig,
+    batch: Batch,
+    sequences: Iterable[int] | None,
+    *,
+    in_pieces: bool = False,
 ) -> list[MicroBatch]:
-    """The micro-batches of a rank's part, or of a batch that is not divided yet."""
-    if batch.micro_batches and sequences is None:
-        return lay_out(batch, batch.micro_batches)
-    return lay_out(batch, _divided(model, config, Ranks(), batch, sequences))
+    """The micro-batches of a rank's part, or of a batch that is not divided yet. `in_pieces`: the
+    caller computes trees in pieces (`trainer.prefix_tree`)."""
+    divided: Iterable[RowPlan] = batch.micro_batches
+    if not batch.micro_batches or sequences is not None:
+        divided = _divided(model, config, Ranks(), batch, sequences, in_pieces)
+    return lay_out(batch, divided, keeps_on_host=config.activation_offload)
 
 
 def parts_for(
-    model: Any, config: ModelConfig, ranks: Ranks, batch: Batch, sequences: Iterable[int] | None
+    model: Any,
+    config: ModelConfig,
+    ranks: Ranks,
+    batch: Batch,
+    sequences: Iterable[int] | None,
+    *,
+    in_pieces: bool = False,
 ) -> list[BatchPart]:
     """The part of each rank, in micro-batches within the model's context and the memory budget;
     all ranks have the same number of micro-batches, and those that compute each micro-batch
     together have the same part. Raises TrainingError as `Policy.parts`."""
-    divided = _divided(model, config, ranks, batch, sequences)
+    divided = _divided(model, config, ranks, batch, sequences, in_pieces)
     parts = [part_in_micro_batches(batch, divided[n :: ranks.groups]) for n in range(ranks.groups)]
     return [parts[ranks.group_of(rank)] for rank in range(ranks.size)]
 
 
 def _divided(
-    model: Any, config: ModelConfig, ranks: Ranks, batch: Batch, sequences: Iterable[int] | None
+    model: Any,
+    config: ModelConfig,
+    ranks: Ranks,
+    batch: Batch,
+    sequences: Iterable[int] | None,
+    in_pieces: bool,
 ) -> list[RowPlan]:
     """The batch's micro-batches, whose number is a multiple of the number of groups of ranks.
 
@@ -315,16 +352,17 @@ def _divided(
         max_tokens=config.max_micro_batch_tokens,
         fill_tokens=None if model.device.type == "cuda" else CPU_FILL_TOKENS,
         share_prefixes=config.share_prefixes,
+        in_pieces=in_pieces and not pieces_problem(model),
         sequences=sequences,
         multiple_of=ranks.groups,
     )
 
 
-def raise_not_finite(batch: Batch, micro: MicroBatch, logprobs: Tensor, losses: Tensor) -> None:
+def raise_not_finite(batch: Batch, targets: Tensor, logprobs: Tensor, losses: Tensor) -> None:
     """Raises TrainingError, which names the token of the first loss that is not finite."""
     bad = int((~torch.isfinite(losses)).nonzero()[0])
     raise TrainingError(
-        f"{batch.name(int(micro.targets[bad]))}: the loss of a token is {float(losses[bad])}"
+        f"{batch.name(int(targets[bad]))}: the loss of a token is {float(losses[bad])}"
         f" (log-probability {float(logprobs[bad])}, recorded"
-        f" {float(batch.logprobs[micro.targets[bad]])})"
+        f" {float(batch.logprobs[targets[bad]])})"
     )

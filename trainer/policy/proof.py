@@ -2,10 +2,12 @@
 
 Invariant: a policy is trained only if, on a small random copy of its configuration with every kind
 of layer (`shrink.py`), log-probabilities and gradients of packed rows and of trees equal those of
-the model's own eager forward pass over each path alone.
+the model's own eager forward pass over each path alone. A model that only differs where a tree is
+computed in pieces (`trainer.prefix_tree`) is trained without them.
 
-The proof takes up to 4 s. It is repeated when the configuration, transformers, torch or this
-code changes: a success is kept as an empty file in the user's cache folder.
+The proof takes up to 5 s. It is repeated when the configuration, transformers, torch or this
+code changes: the result is kept as a file in the user's cache folder, which is empty if all are
+equal.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import trainer.kept
 import trainer.packing
+import trainer.prefix_tree
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.batch import Batch, build_batch
 from trainer.errors import ConfigError
 from trainer.packing import pack
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import VOCABULARY, shrunk
+from trainer.prefix_tree import divide, lay_out
 
 TOLERANCE = 1e-4
 """Maximum difference in float32, relative to the largest element of the tensor. Rounding is below
@@ -42,6 +47,10 @@ _DRAWS = 8
 """Random copies to choose from if none is that steady."""
 _SHAPES = {"packed": False, "as a tree": True}
 """How the paths are laid out → whether they share their prefixes."""
+_PIECES = "in pieces"
+_PIECE_TOKENS = 9
+"""Tokens of a piece of the tree: shorter than the prefixes that its branches share, so that a path
+has pieces within pieces."""
 _BRANCHES = ((0, 0, 8), (0, 6, 9), (1, 11, 7), (0, 3, 6), (4, 0, 9))
 """The paths of the proof: (path that it leaves, tokens that it shares with it, tokens of its own).
 Path 4 shares nothing and stands behind a tree in the row."""
@@ -59,8 +68,9 @@ class Computed:
     gradients: dict[str, Tensor]
 
 
-def prove(settings: Any, path: Path) -> None:
-    """Checks the architecture of `config.json` unless it was checked before.
+def prove(settings: Any, path: Path) -> str:
+    """Checks the architecture of `config.json` unless it was checked before. Returns why its trees
+    are not computed in pieces; empty if they are.
 
     Raises ConfigError, which names the checkpoint and the layer that is computed differently.
     """
@@ -68,7 +78,7 @@ def prove(settings: Any, path: Path) -> None:
         small = shrunk(settings)
         known = _cache_folder() / _key(small)
         if known.exists():
-            return
+            return known.read_text(encoding="utf-8")
         difference = find_difference(small)
     except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -81,9 +91,11 @@ def prove(settings: Any, path: Path) -> None:
             f"model.path: {path}: {settings.model_type} models are not supported: {difference};"
             " use another model"
         )
+    in_pieces = find_difference_of_pieces(small) or ""
     with suppress(OSError):  # a folder that cannot be written costs the proof at the next start
         known.parent.mkdir(parents=True, exist_ok=True)
-        known.touch()
+        known.write_text(in_pieces, encoding="utf-8")
+    return in_pieces
 
 
 def find_difference(small: Any) -> str | None:
@@ -105,9 +117,21 @@ def find_difference(small: Any) -> str | None:
     return None
 
 
+def find_difference_of_pieces(small: Any) -> str | None:
+    """Where a tree in pieces differs from the model's own forward pass over each path, or why it
+    cannot be computed; None if they are equal."""
+    with _own_randomness():
+        model, batch, weights, own = _computed_alone(small)
+        try:
+            difference = _compare(model, own, in_pieces(model, batch, weights))
+        except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
+            return " ".join(str(error).split())[:300]
+    return None if difference is None else f"{difference} when it is computed {_PIECES}"
+
+
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """Largest differences, packed or as a tree, relative to the largest element of the tensor.
+    """Largest differences, packed, as a tree or in pieces, relative to the largest element.
 
     Example: Distances(logprobs=3e-7, gradients=2e-6)
     """
@@ -121,10 +145,11 @@ def distances(small: Any) -> Distances:
     `find_difference`."""
     with _own_randomness():
         model, batch, weights, own = _computed_alone(small)
-        both = [packed(model, batch, weights, share_prefixes=share) for share in _SHAPES.values()]
+        ways = [packed(model, batch, weights, share_prefixes=share) for share in _SHAPES.values()]
+        ways.append(in_pieces(model, batch, weights))
     return Distances(
-        max(_distance(own.logprobs, ours.logprobs) for ours in both),
-        max(_worst_gradient(own, ours)[0] for ours in both),
+        max(_distance(own.logprobs, ours.logprobs) for ours in ways),
+        max(_worst_gradient(own, ours)[0] for ours in ways),
     )
 
 
@@ -205,6 +230,30 @@ def packed(model: Any, batch: Batch, weights: Tensor, *, share_prefixes: bool) -
     (scored * weights).sum().backward()
     hidden = [states[micro.predictors] for states in layers]
     return Computed(scored.detach(), hidden, _gradients(model))
+
+
+def in_pieces(model: Any, batch: Batch, weights: Tensor) -> Computed:
+    """As `packed`, over the tree in several passes."""
+    scorer = CausalScorer(model, torch.float32)
+    scorer.train().zero_grad()
+    rows = divide(batch, max_tokens=_PIECE_TOKENS, share_prefixes=True, in_pieces=True)
+    logprobs = torch.zeros(batch.num_tokens)
+    hidden: list[Tensor] = []
+    with _recorded(model) as layers:
+        for micro in lay_out(batch, rows):
+            ids = batch.ids[micro.targets]
+            if micro.reads_only:
+                with torch.no_grad():
+                    scorer(micro, ids, 1.0)
+            else:
+                scored = scorer(micro, ids, 1.0)[0]
+                (scored * weights[micro.targets]).sum().backward()
+                logprobs[micro.targets] = scored.detach()
+                hidden = hidden or [torch.zeros(len(logprobs), s.shape[-1]) for s in layers]
+                for into, states in zip(hidden, layers, strict=True):
+                    into[micro.targets] = states[micro.predictors]
+            layers.clear()
+    return Computed(logprobs, hidden, _gradients(model))
 
 
 def _compare(model: Any, own: Computed, ours: Computed) -> str | None:
@@ -325,6 +374,8 @@ def _key(small: Any) -> str:
     total = hashlib.sha256()
     total.update(json.dumps(small.to_dict(), sort_keys=True, default=str).encode())
     total.update(f"{torch.__version__} {transformers.__version__}".encode())
-    for file in (Path(trainer.packing.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
+    laid_out = (trainer.packing, trainer.prefix_tree, trainer.kept)
+    files = [Path(module.__file__ or "") for module in laid_out]
+    for file in (*files, *sorted(Path(__file__).parent.glob("*.py"))):
         total.update(file.read_bytes())
     return total.hexdigest()

@@ -28,11 +28,12 @@ def train_part(model: Trainable, batch: Batch, accumulate: Accumulate, expected:
     Raises TrainingError if a token of the mini-batch was not trained exactly once.
     """
     micros = model.pack(batch)
-    tokens = {"trained_tokens": float(sum(len(micro.targets) for micro in micros))}
+    trained = sum(len(micro.targets) for micro in micros if not micro.reads_only)
+    tokens = {"trained_tokens": float(trained)}
     metrics = model.ranks.sum_metrics(tokens | accumulate(micros))
     if metrics["trained_tokens"] != expected:
-        trained = metrics["trained_tokens"]
-        raise TrainingError(f"{trained:.0f} of the mini-batch's {expected} tokens were trained")
+        count = f"{metrics['trained_tokens']:.0f}"
+        raise TrainingError(f"{count} of the mini-batch's {expected} tokens were trained")
     try:
         return metrics | model.step()
     except GradientError as error:

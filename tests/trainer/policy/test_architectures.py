@@ -9,6 +9,9 @@ import pytest
 
 from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
 from tests.trainer.policy.table import PAGE, reason
+from trainer.policy.architecture import without_noise
+from trainer.policy.proof import find_difference_of_pieces
+from trainer.policy.shrink import shrunk
 
 
 @pytest.fixture(autouse=True)
@@ -33,3 +36,11 @@ def test_page_lists_every_architecture() -> None:
         for each in ARCHITECTURES
         if bool(each.refused) == refused
     ]
+
+
+@pytest.mark.parametrize(
+    "architecture", [a for a in ARCHITECTURES if not a.refused], ids=lambda each: each.title
+)
+def test_trees_of_every_architecture_are_computed_in_pieces(architecture: Architecture) -> None:
+    small = shrunk(without_noise(architecture.settings()))
+    assert find_difference_of_pieces(small) is None

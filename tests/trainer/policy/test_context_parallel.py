@@ -95,7 +95,7 @@ def computed(path: Path, case: Case, ranks: Ranks) -> Computed:
         {"path": path, "max_micro_batch_tokens": 200, **dict(case.changes)}
     )
     torch.manual_seed(0)
-    with patch("trainer.policy.model.prove"):  # test_architectures.py does this
+    with patch("trainer.policy.model.prove", return_value=""):  # test_architectures.py does this
         policy = Policy(config, OptimizerConfig(lr=1e-2, eps=1e-2), ranks=ranks)
     parts = policy.parts(batch)
     part, tokens = parts[ranks.rank].batch, parts[ranks.rank].tokens
@@ -109,11 +109,8 @@ def computed(path: Path, case: Case, ranks: Ranks) -> Computed:
         losses = weights[targets] * (logprobs * (1 + 0.01 * sums[sequence]) + 0.1 * entropy)
         return TokenLoss(losses, {"seen": torch.tensor(float(len(targets)))})
 
-    seen = 0.0
-    for micro in policy.pack(part):
-        seen += policy.forward_backward(micro, part, loss, temperature=0.8, entropy_grad=True)[
-            "seen"
-        ]
+    found = policy.accumulate(policy.pack(part), part, loss, temperature=0.8, entropy_grad=True)
+    seen = found["seen"]
     seen = ranks.sum_metrics({"seen": seen})["seen"]
     gradients = {n: whole(p.grad) for n, p in policy.model.named_parameters() if p.requires_grad}
     policy.step()
@@ -183,6 +180,17 @@ def test_two_ranks_of_one_micro_batch_equal_one(models: Path, tmp_path: Path) ->
 @pytest.mark.slow
 def test_two_groups_of_two_ranks_equal_one(models: Path, tmp_path: Path) -> None:
     compare(4, 2, CASES[:1], models, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [1, 2])
+def test_trees_in_pieces_on_two_ranks_equal_those_on_one(
+    context: int, models: Path, tmp_path: Path
+) -> None:
+    """Ranks with other parts of the batch have other trees, and as many passes of each kind."""
+    small = ("max_micro_batch_tokens", 24)
+    cases = [Case("Llama 3", (small,)), Case("Qwen 3.5", (small, ("gradient_checkpointing", True)))]
+    compare(2, context, cases, models, tmp_path)
 
 
 @pytest.mark.long

@@ -160,8 +160,8 @@ def test_offloaded_activations_are_the_inputs_of_all_layers(
 
     monkeypatch.setattr(scorer, "save_on_cpu", save_on_cpu)
     batch = make_batch(4)
-    policy = make_policy(checkpoint, activation_offload=True)
-    micro, *_ = policy.pack(batch)
+    policy = make_policy(checkpoint, activation_offload=True, max_micro_batch_tokens=4096)
+    (micro,) = policy.pack(batch)
     policy.forward_backward(micro, batch, weighted_sum(batch), temperature=1.0)
     config = policy.model.config
     shape = (1, len(micro.ids), config.hidden_size)

@@ -140,7 +140,7 @@ class AutomodelPolicy:
             logprobs, entropy = scores
             result = loss(logprobs, entropy, micro.targets)
             if not torch.isfinite(result.losses).all():
-                raise_not_finite(batch, micro, logprobs.detach(), result.losses.detach())
+                raise_not_finite(batch, micro.targets, logprobs.detach(), result.losses.detach())
             contributions.append({n: float(value.detach()) for n, value in result.metrics.items()})
             return result.losses.sum() * self.ranks.groups
 

@@ -9,15 +9,19 @@ and the last `W − 1` inputs of a causal convolution. Invariant: both states of
 the end of its own path's prefix. A branch begins with the states at the end of the prefix that it
 shares, and the gradients of all branches flow back into it, so that a tree equals its paths.
 
-Shapes: `T` tokens of a micro-batch, `C` channels, `W` width of the convolution, `H` heads, `K` and
-`V` head sizes of keys and values, `R` runs of a level.
+Of a tree in pieces (`trainer.kept`), a piece keeps its states where later pieces begin a branch:
+the recurrent state, and the inputs of the convolution that a window there can reach.
+
+Shapes: `T` tokens of a micro-batch, `P` tokens of earlier pieces in front, `C` channels, `W` width
+of the convolution, `H` heads, `K` and `V` head sizes of keys and values, `R` runs of a level.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, pairwise
 from types import FunctionType, MethodType
 from typing import Any
@@ -27,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.activations import ACT2FN
 
+from trainer.kept import Piece, read, tied
 from trainer.packing import Layout
 from trainer.policy.compiled_layers import outside_graphs
 from trainer.policy.context_parallel import join_heads, own_heads, split_heads
@@ -52,9 +57,12 @@ def fork_states(model: nn.Module, many: Rule | None = None) -> None:
     for module in delta_layers(model):
         forward = inspect.unwrap(type(module).forward)
         own = forward.__globals__
-        rule = functools.partial(tree_delta_rule, inspect.unwrap(own[RULE]), many=many)
+        rule = functools.partial(
+            tree_delta_rule, inspect.unwrap(own[RULE]), many=many, layer=(module, "states")
+        )
+        convolution = functools.partial(tree_convolution, layer=(module, "inputs"))
         functions = own | {
-            CONVOLUTION: outside_graphs(tree_convolution),
+            CONVOLUTION: outside_graphs(convolution),
             RULE: outside_graphs(rule),
         }
         copied = FunctionType(
@@ -72,20 +80,29 @@ def tree_convolution(
     activation: str | None = None,
     layout: Layout | None = None,
     use_cache: bool | None = None,
+    layer: Hashable = None,
 ) -> Tensor:
     """Causal convolution of each channel along each path: `[1, C, T]` → `[1, C, T]`; `weight`
     `[C, W]`. A token's window is its `W − 1` ancestors, with zeros before the start of its path."""
     layout = _given(layout)
     inputs = split_heads(inputs, layout, tokens=2, heads=1)
     weight, bias = own_heads(weight, layout), None if bias is None else own_heads(bias, layout)
-    before = _before(layout)
-    padded = pad(inputs, (0, 1))
-    at = torch.arange(inputs.shape[-1], device=inputs.device)
     width = weight.shape[-1]
+    before, past = _before(layout), layout.past
+    at = torch.arange(past, past + inputs.shape[-1], device=inputs.device)
+    padded = pad(inputs, (0, 1))
+    if layout.piece is not None:
+        (inputs,) = layout.piece.entered(layer, inputs, dim=2, chosen=layout.piece.reached(width))
+        kept, rows = _kept_inputs(layout.piece, layer, inputs.device)
+        padded = torch.cat([*kept, inputs, inputs.new_zeros(*inputs.shape[:2], 1)], 2)
+        places = torch.full_like(before, padded.shape[-1] - 1)
+        places[rows] = torch.arange(len(rows), device=rows.device)
+        places[past:] = torch.arange(len(rows), padded.shape[-1], device=rows.device)
     out = weight[:, -1:] * inputs
     for back in range(1, width):
         at = before[at]
-        out = out + weight[:, width - 1 - back, None] * padded[:, :, at]
+        earlier = at if layout.piece is None else places[at]
+        out = out + weight[:, width - 1 - back, None] * padded[:, :, earlier]
     if bias is not None:
         out = out + bias[:, None]
     out = (out if activation is None else ACT2FN[activation](out)).to(inputs.dtype)
@@ -107,6 +124,7 @@ def tree_delta_rule(
     layout: Layout | None = None,
     use_cache: bool | None = None,
     many: Rule | None = None,
+    layer: Hashable = None,
 ) -> tuple[Tensor, None]:
     """The gated delta rule along each path: `[1, T, H, K]`, `[1, T, H, V]` → `[1, T, H, V]`.
 
@@ -120,9 +138,16 @@ def tree_delta_rule(
     query, key, value, g, beta = (
         split_heads(each, layout, tokens=1, heads=2) for each in (query, key, value, g, beta)
     )
-    l2norm = use_qk_l2norm_in_kernel
     out = over_levels(
-        many, query, key, value, g=g, beta=beta, layout=layout, use_qk_l2norm_in_kernel=l2norm
+        many,
+        query,
+        key,
+        value,
+        g=g,
+        beta=beta,
+        layout=layout,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        layer=layer,
     )
     return join_heads(out, layout, tokens=1, heads=2), None
 
@@ -137,17 +162,19 @@ def over_levels(
     beta: Tensor,
     layout: Layout,
     use_qk_l2norm_in_kernel: bool = False,
+    layer: Hashable = None,
 ) -> Tensor:
     """`tree_delta_rule` with a rule of many runs."""
     row = (query, key, value, g, beta)
-    finals: dict[int, Tensor] = {}
+    layout, past = layout.forked, layout.past
+    finals = _kept_states(layout, layer, query.device)
     outputs: list[Tensor] = []
     order: list[Tensor] = []
     for level in _levels(layout):
-        lengths = [layout.runs[run][1] - layout.runs[run][0] for run in level]
-        at = torch.cat([torch.arange(*layout.runs[run][:2], device=query.device) for run in level])
+        bounds = [layout.runs[run][:2] for run in level]
+        lengths = [stop - start for start, stop in bounds]
+        at = torch.cat([torch.arange(*each, device=query.device) for each in bounds]) - past
         parents = [layout.parent_runs[run] for run in level]
-        states = [finals[parent] for parent in parents if parent is not None]
         query_L, key_L, value_L, g_L, beta_L = (each[:, at] for each in row)
         out, final_R = rule(
             query_L,
@@ -155,7 +182,7 @@ def over_levels(
             value_L,
             g=g_L,
             beta=beta_L,
-            initial_state=torch.stack(states) if states else None,
+            initial_state=_initial([None if run is None else finals[run] for run in parents]),
             output_final_state=True,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             bounds=[0, *accumulate(lengths)],
@@ -164,7 +191,66 @@ def over_levels(
         outputs.append(out)
         order.append(at)
     back = torch.cat(order).argsort()
-    return torch.cat(outputs, 1)[:, back]
+    return _handed_on(torch.cat(outputs, 1)[:, back], layout, layer, finals)
+
+
+def _initial(states: Sequence[Tensor | None]) -> Tensor | None:
+    """`[R, H, K, V]`, 0 for a run that begins a path; None if all do."""
+    some = next((state for state in states if state is not None), None)
+    if some is None:
+        return None
+    return torch.stack([torch.zeros_like(some) if each is None else each for each in states])
+
+
+def _kept_states(layout: Layout, layer: Hashable, device: torch.device) -> dict[int, Tensor]:
+    """Run in front → the state after it, for those that own runs continue."""
+    if layout.piece is None:
+        return {}
+    kept = layout.piece.of_past(layer)
+    starts = [0, *accumulate(tokens for tokens, _ in kept)]
+    found: dict[int, Tensor] = {}
+    for (start, _, _), parent in zip(layout.runs, layout.parent_runs, strict=True):
+        if start < layout.past or parent is None or parent in found:
+            continue
+        last = layout.runs[parent][1] - 1
+        if last < layout.past:
+            segment = bisect_right(starts, last) - 1
+            states = kept[segment][1]
+            assert states.rows is not None
+            at = (states.rows == last - starts[segment]).nonzero()[:, 0]
+            found[parent] = read(states, at, 0, device)[0]
+    return found
+
+
+def _handed_on(out: Tensor, layout: Layout, layer: Hashable, finals: dict[int, Tensor]) -> Tensor:
+    """Keeps the states where later pieces begin a branch, or ties their gradients to `out`."""
+    piece = layout.piece
+    if piece is None or not len(piece.forks):
+        return out
+    ends = {layout.runs[run][1] - 1 - layout.past: run for run in finals}
+    forks: list[int] = piece.open_rows[piece.forks].tolist()
+    states = torch.stack([finals[ends[row]] for row in forks])
+    if not torch.is_grad_enabled():
+        piece.keep(layer, states, rows=piece.forks)
+        return out
+    (kept,) = piece.own(layer)
+    return tied(out, states, kept)
+
+
+def _kept_inputs(
+    piece: Piece, layer: Hashable, device: torch.device
+) -> tuple[list[Tensor], Tensor]:
+    """The kept inputs of the tokens in front, and the index in front of each."""
+    inputs: list[Tensor] = []
+    rows = [torch.zeros(0, dtype=torch.int64, device=device)]
+    start = 0
+    for tokens, kept in piece.of_past(layer):
+        assert kept.rows is not None
+        at = (kept.rows < tokens).nonzero()[:, 0]
+        inputs.append(read(kept, at, 2, device))
+        rows.append(kept.rows[at].to(device) + start)
+        start += tokens
+    return inputs, torch.cat(rows)
 
 
 def _each(rule: Rule, *row: Tensor, bounds: Sequence[int], **options: Any) -> tuple[Tensor, Tensor]:
@@ -199,10 +285,13 @@ def fla_rule(*row: Tensor, bounds: Sequence[int], **options: Any) -> tuple[Tenso
 
 @functools.lru_cache(maxsize=2)  # for all layers of the micro-batch at hand
 def _levels(layout: Layout) -> list[list[int]]:
-    """The runs of the row by their depth in the tree of runs."""
+    """The own runs of the row by their depth in the tree of runs."""
     depths: list[int] = []
     levels: list[list[int]] = []
     for number, parent in enumerate(layout.parent_runs):
+        if layout.runs[number][0] < layout.past:
+            depths.append(-1)
+            continue
         depths.append(0 if parent is None else depths[parent] + 1)
         if depths[-1] == len(levels):
             levels.append([])
@@ -212,7 +301,7 @@ def _levels(layout: Layout) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=2)
 def _before(layout: Layout) -> Tensor:
-    """`[T + 1]`: the token before each token on its path; `T` at the start of a path."""
+    """`[P + T + 1]`: the token before each token on its path; `P + T` at the start of a path."""
     tokens = len(layout.ends)
     return pad(layout.parents.where(layout.parents >= 0, tokens), (0, 1), value=tokens)
 

@@ -1,0 +1,169 @@
+"""Training on a tree in pieces equals training on each sequence alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.policy.test_policy import gradients, make_batch
+from tests.trainer.policy.test_router_replay import mixture, routed_batch
+from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.algorithms.token_loss import Metrics
+from trainer.batch import Batch
+from trainer.kept import Kept
+from trainer.learning.models import Models
+from trainer.learning.steps import compute_logprobs, update
+from trainer.optimizer import OptimizerConfig
+from trainer.policy.critic import Critic
+from trainer.policy.model import ModelConfig
+from trainer.policy.policy import Policy
+
+__all__ = ["mixture"]  # a fixture
+
+PIECES = 24
+"""Tokens of a piece: the trees of the batches have about 150, and paths of up to 60."""
+ALGORITHM: dict[str, Any] = {
+    "preset": "grpo",
+    "loss": "gspo",  # the ratio of a sequence, whose tokens are in several pieces
+    "entropy_coefficient": 0.01,
+    "aggregation": "sequence_mean_token_mean",
+    "kl": {"coefficient": 0.1},
+}
+
+
+def trained(
+    path: Path, batch: Batch, model: dict[str, Any], algorithm: dict[str, Any]
+) -> tuple[Policy, Metrics, dict[str, Tensor]]:
+    """The policy, the metrics and the gradients of one update, which leaves the weights."""
+    config = ModelConfig.model_validate({"path": path} | model)
+    torch.manual_seed(0)
+    policy = Policy(config, OptimizerConfig(lr=1e-9))
+    found: dict[str, Tensor] = {}
+    step = policy.step
+
+    def kept() -> Metrics:
+        found.update(gradients(policy.model))
+        return step()
+
+    policy.step = kept  # type: ignore[method-assign]
+    models = Models(policy, Algorithm(AlgorithmConfig.model_validate(algorithm)))
+    compute_logprobs(models, batch, temperature=0.8)
+    assert batch.prox_logprobs is not None
+    batch.ref_logprobs = batch.prox_logprobs - torch.linspace(-0.2, 0.2, batch.num_tokens)
+    batch.prox_logprobs = batch.prox_logprobs - torch.linspace(-2e-4, 3e-4, batch.num_tokens)
+    models.algorithm.compute_advantages(batch)
+    generator = torch.Generator().manual_seed(0)
+    metrics = update(models, batch, temperature=0.8, version=3, generator=generator)
+    return policy, metrics, found
+
+
+def assert_equal(got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    _, metrics, found = got
+    _, alone, gradients_alone = expected
+    assert metrics == pytest.approx(alone, rel=1e-5, abs=1e-6)
+    assert found.keys() == gradients_alone.keys()
+    for name, gradient in gradients_alone.items():
+        scale = float(gradient.abs().max())
+        assert float((found[name] - gradient).abs().max()) <= 1e-5 * max(scale, 1e-3), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"activation_offload": True},
+        {"lora": {"rank": 2}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [1, 4])
+def test_update_in_pieces_equals_that_of_each_sequence(
+    checkpoint: Path, changes: dict[str, Any], seed: int
+) -> None:
+    ways = (
+        {"max_micro_batch_tokens": PIECES},
+        {"max_micro_batch_tokens": 4096, "share_prefixes": False},
+    )
+    got, expected = (
+        trained(checkpoint, make_batch(seed), changes | way, ALGORITHM) for way in ways
+    )
+    micros = got[0].pack(make_batch(seed))
+    assert sum(micro.reads_only for micro in micros) > 2
+    divided = [micro.piece for micro in micros if micro.piece and len(micro.piece.companions)]
+    assert divided
+    assert_equal(got, expected)
+
+
+def test_replayed_experts_in_pieces_equal_those_of_a_tree(mixture: Path) -> None:
+    ways = ({"max_micro_batch_tokens": PIECES}, {"max_micro_batch_tokens": 4096})
+    got, expected = (
+        trained(mixture, routed_batch(1), {"router_replay": "replay"} | way, ALGORITHM)
+        for way in ways
+    )
+    assert_equal(got, expected)
+
+
+def test_each_token_of_a_tree_in_pieces_is_routed_once(mixture: Path) -> None:
+    """The shares of the passes in the auxiliary loss are those of the tree's tokens."""
+    config = ModelConfig(path=mixture, max_micro_batch_tokens=PIECES, router_aux_loss=0.5)
+    policy, batch = Policy(config, OptimizerConfig(lr=1e-3)), make_batch(1)
+    micros = policy.pack(batch)
+    tokens = [0 if micro.reads_only else len(micro.ids) for micro in micros]
+    assert any(micro.reads_only for micro in micros)
+    assert [micro.share for micro in micros] == pytest.approx([n / sum(tokens) for n in tokens])
+
+
+def test_values_and_updates_of_a_critic_are_equal(checkpoint: Path) -> None:
+    found = []
+    for tokens, share in ((PIECES, True), (4096, False)):
+        config = ModelConfig(path=checkpoint, max_micro_batch_tokens=tokens, share_prefixes=share)
+        critic, batch = Critic(config, OptimizerConfig(lr=1e-3)), make_batch(1)
+        generator = torch.Generator().manual_seed(0)
+        torch.nn.init.normal_(critic.module.head.weight, std=0.1, generator=generator)
+        batch.values = critic.compute_values(batch)
+        algorithm = Algorithm(AlgorithmConfig.model_validate({"preset": "ppo"}))
+        batch.prox_logprobs = batch.logprobs
+        algorithm.compute_advantages(batch)
+        loss = algorithm.value_loss(batch)
+        for micro in critic.pack(batch):
+            critic.forward_backward(micro, batch, loss)
+        found.append((batch.values, gradients(critic.module)))
+    (values, grads), (values_alone, grads_alone) = found
+    torch.testing.assert_close(values, values_alone, atol=1e-5, rtol=0)
+    for name, gradient in grads_alone.items():
+        torch.testing.assert_close(grads[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_kept_after_the_passes(checkpoint: Path, dtype: str) -> None:
+    """Of what pieces keep, only what later ones read is in memory, on the device or the host."""
+    config = ModelConfig.model_validate(
+        {"path": checkpoint, "max_micro_batch_tokens": PIECES, "compute_dtype": dtype}
+    )
+    policy, batch = Policy(config, OptimizerConfig(lr=1e-3)), make_batch(4)
+    loss = Algorithm(AlgorithmConfig(prox="reuse"))
+    loss.compute_advantages(batch)
+    micros, sizes = policy.pack(batch), [0]
+    kept = next(micro.piece.kept for micro in micros if micro.piece)
+    for micro in micros:
+        policy.forward_backward(micro, batch, loss.loss(batch), temperature=1.0)
+        sizes.append(kept.size)
+        waiting = set(kept.tensors)
+        assert micro.piece is None or (micro.piece.number in waiting) == micro.reads_only
+    assert max(sizes) > sizes[-1] == 0
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "mixture"])
+def test_what_is_kept_on_the_host_changes_nothing(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = request.getfixturevalue(kind)
+    way = {"max_micro_batch_tokens": PIECES}
+    expected = trained(path, make_batch(1), way, ALGORITHM)
+    monkeypatch.setattr("trainer.prefix_tree.Kept", lambda _on_host: Kept(on_host=True))
+    assert_equal(trained(path, make_batch(1), way, ALGORITHM), expected)
