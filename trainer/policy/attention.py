@@ -90,7 +90,8 @@ def packed_attention(
         key, value = layout.piece.entered(module, key, value, dim=2)
         past = layout.piece.segments(module, key.device)
     out = on_device(query, key, value, mask, scale, softcap=softcap, sinks=sinks, past=past)
-    return join_heads(out, layout, tokens=2, heads=1).transpose(1, 2), None
+    # As transformers' own attention gives it: models may use `view`.
+    return join_heads(out, layout, tokens=2, heads=1).transpose(1, 2).contiguous(), None
 
 
 def attend(

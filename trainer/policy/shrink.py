@@ -36,6 +36,8 @@ _WIDTHS = {
 """Sizes that no other setting must fit → the largest in a small copy."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
+_TIED_WIDTHS = frozenset({"helium"})
+"""Models with a setting of the head size whose code takes the width for heads · head size."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "sliding_window_size")
 
 
@@ -65,6 +67,7 @@ def with_depth(settings: Any, depth: int) -> Any:
 def _narrow(small: Any) -> None:
     heads, groups = small.num_attention_heads, getattr(small, "num_key_value_heads", None)
     free = vars(small).get("head_dim") is not None  # the width need not be heads · head size
+    free = free and small.model_type not in _TIED_WIDTHS
     few = 4 if groups != heads else 2
     small.hidden_size = 64 if free else few * (small.hidden_size // heads)
     small.num_attention_heads = few
