@@ -13,6 +13,14 @@ import orjson
 
 from agent_loop.errors import ChatError
 from proxy.errors import ConfigurationError
+from proxy.settings.section import Section
+
+
+class BearerKey(Section):
+    """The key of the sections that name a service with a key."""
+
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the bearer token, or API key, of the service."""
 
 
 def json_headers(setting: str, variable: str | None, key: str) -> dict[str, str]:

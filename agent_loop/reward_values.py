@@ -12,12 +12,21 @@ from typing import Any
 
 from agent_loop.errors import RewardError
 from agent_loop.records import Graded
+from proxy.settings.section import Section
 
 REWARD_LIMIT = 1e9
 """Largest absolute value of a reward, of a turn's return and of its share. Advantages and gradients
 are float32, whose largest number is 3.4e38: a norm squares the gradient, which is up to about 1e7
 times the reward (its scale, the size of a batch, the derivatives of the layers), so that a reward
 of 1e12 may already end in a norm that is not finite."""
+
+
+class RewardKey(Section):
+    """The key of the sections whose part may report several numbers."""
+
+    key: str = "reward"
+    """Which entry is used for training if the reward is a dictionary of numbers: what a function
+    returns, a service reports, a container's termination message or a `reward.json` holds."""
 
 
 def graded(raw: Any, key: str, origin: str) -> Graded:

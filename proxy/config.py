@@ -37,9 +37,9 @@ from proxy.errors import ConfigurationError
 from proxy.extra_registry import section_type
 from proxy.machine.logs import LogKind, LogLevel
 from proxy.machine.secrecy import read_secret, shown_value, with_password, with_secret
-from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.hub import hub_name, model_folder
 from proxy.settings.profiles import AgentProfile
+from proxy.settings.recorded import RecordedConfig
 from proxy.settings.section import Common, Section
 from proxy.settings.yaml_file import read_yaml, yaml_fault
 
@@ -86,7 +86,7 @@ class RenderingConfig(Section):
     """Arguments of the chat template, such as `enable_thinking`."""
 
 
-class SessionsConfig(Section):
+class SessionsConfig(RecordedConfig):
     """Sessions and their limits, which a session's creator can lower."""
 
     auto_create: Common[bool] = False
@@ -95,24 +95,12 @@ class SessionsConfig(Section):
     """Seconds from a session's creation to its expiry, unless its creator sets another value."""
     cached: int = Field(default=1000, ge=1)
     """Number of sessions whose token trees stay in memory; others are read from the store."""
-    routed_experts: bool = False
-    """Whether the experts that the router of a mixture-of-experts model chose are recorded with
-    each turn, unless the session's `sampling.routed_experts` says otherwise (docs/models.md)."""
-    alternatives: Common[int] = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
-    """Number of the most probable tokens that are recorded at each sampled position, unless the
-    session's `sampling.alternatives` says otherwise (docs/view.md)."""
     max_turns: Common[int] = Field(default=10_000, ge=1)
     """Number of calls per session; further calls get 403."""
     max_tokens: Common[int] = Field(default=50_000_000, ge=1)
     """Number of sampled tokens per session; calls after that get 403."""
     max_concurrent_calls: int = Field(default=256, ge=1)
     """Number of calls that a session may have in flight; further calls get 429."""
-
-    @property
-    def recorded(self) -> dict[str, int]:
-        """What every session records in addition, as sampling parameters."""
-        wanted = {"routed_experts": int(self.routed_experts), "alternatives": self.alternatives}
-        return {name: value for name, value in wanted.items() if value}
 
 
 class ToolsConfig(Section):

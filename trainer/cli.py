@@ -25,6 +25,7 @@ implemented in `trainer.commands` and in the modules that `trainer.commands.argu
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -55,15 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if line is not None:
             own_main: Callable[[argparse.Namespace], int] = import_module(line.module).main
             return own_main(arguments)
-        from trainer.commands.early import early_engines
+        from trainer.commands.early import early_engines, sources_of
 
+        level = [f"logging.log_level={arguments.log_level}"] if arguments.log_level else []
+        sources = sources_of(arguments.config, [*arguments.words, *level], os.environ)
         trains = not arguments.check and arguments.swarm_server is None
-        with early_engines(arguments.config, arguments.words) if trains else nullcontext():
+        with early_engines(sources) if trains else nullcontext():
             from trainer.commands.runs import Command, run
 
             command = Command(
                 words=arguments.words,
                 configs=arguments.config,
+                sources=sources,
                 check=arguments.check,
                 swarm_server=arguments.swarm_server,
                 state_dir=arguments.state_dir,

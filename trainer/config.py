@@ -83,7 +83,6 @@ class TrainerConfig(ProcessesConfig):
             self._engines_use_their_gpus(),
             self._engines_span_nodes(),
             self._pods_reach_the_proxy(),
-            self._one_distribution(),
             self._groups_have_a_baseline(),
             self._teacher_teaches(),
             self._steps_train(),
@@ -317,14 +316,6 @@ class TrainerConfig(ProcessesConfig):
                     f"{server.host}; set proxy_server.host=0.0.0.0 and proxy_server.llm_proxy_ip "
                     "to an address or a Service by which they reach it (docs/placement.md)"
                 )
-
-    def _one_distribution(self) -> Iterator[str]:
-        if self.rollout.top_p != 1 or self.rollout.top_k != -1:
-            yield (
-                f"rollout.top_p={self.rollout.top_p}, rollout.top_k={self.rollout.top_k}: the "
-                "trainer computes probabilities of the whole distribution; use rollout.top_p=1 and "
-                "rollout.top_k=-1, and adjust rollout.temperature instead"
-            )
 
     def _groups_have_a_baseline(self) -> Iterator[str]:
         advantage = self.algorithm.advantage

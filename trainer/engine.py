@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 
 from proxy.engines.vllm_platform import EnginePlatform, version
 from proxy.engines.vllm_server import VllmConfig
+from proxy.settings.reaching import Restarts
 from proxy.settings.section import Common
 from trainer.errors import ConfigError
 from trainer.policy.model import ModelConfig, load_settings
@@ -59,7 +60,7 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
 """Arguments that a run gives to vLLM itself → their keys. The plan of GPUs counts with the keys."""
 
 
-class EnginesConfig(VllmConfig):
+class EnginesConfig(VllmConfig, Restarts):
     """Example: EnginesConfig(replicas=2, max_context_tokens=32768)"""
 
     urls: Common[tuple[str, ...]] = ()
@@ -67,16 +68,9 @@ class EnginesConfig(VllmConfig):
     replicas: Common[int] = Field(1, ge=0)
     """Number of servers to start, each with the whole model; 0 only with relay workers."""
     nice: int = Field(10, ge=0, le=19)
-    """On a CPU: how far the servers give way to the machine's other processes (nice value), so that
-    agents that are ready to run go first. More of their calls then share each step of the engine,
-    which costs nearly the same for many calls as for one."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Type of the engine's weights and activations. `auto`: the same as `model.compute_dtype`; with
     any other type, the log-probabilities of trainer and engine differ at every token."""
-    restarts: int = Field(3, ge=0)
-    """Maximum number of times in a run that each server which the run started is replaced after it
-    has ended. A replacement receives the weights before it receives calls. Needs a proxy that the
-    run started."""
     weight_transfer: Backend = "shm"
     """How weights are sent to engines: `shm` (shared memory) on one machine, also on one GPU that
     both use; `nccl` between GPUs; `gloo` over any network."""

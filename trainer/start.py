@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -43,19 +43,18 @@ from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog, failure_of
 from trainer.run.warned_errors import errors_as_warnings
-from trainer.settings.sources import dump, load
+from trainer.settings.sources import checked, dump
+from trainer.settings.values import Sources
 
 PLANNED = frozenset({"model.gradient_checkpointing", "model.recomputed_layers"})
 """The key whose value `fitted` decides if it is None."""
 
 
-def check_only(
-    paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
-) -> str:
+def check_only(sources: Sources) -> str:
     """Checks everything that can be checked without starting a process; returns the resolved
     configuration as YAML, in whose comments is what the run prints of its processes at its start.
     """
-    config = load(paths, overrides, environment)
+    config = checked(sources)
     open_mirror(config.trainer.checkpoint_mirror, keep_last=config.trainer.keep_last)
     parts = _leads(config, environment={})
     if parts is None:
@@ -64,10 +63,10 @@ def check_only(
     return dump(shown) + "".join(f"# {line}\n" for line in _placement(parts))
 
 
-def begin(paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]) -> int:
+def begin(sources: Sources) -> int:
     """Runs to the end: a new run, or one to continue by `trainer.resume`; returns the exit code."""
-    config = load(paths, overrides, environment)
-    parts = _leads(config, environment)
+    config = checked(sources)
+    parts = _leads(config, sources.environment)
     if parts is None:
         return 0
     match config.trainer.resume:
@@ -79,10 +78,11 @@ def begin(paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[
             return _continue(parts, RunFolder.open(Path(path)))
 
 
-def resume(path: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Continues the run in the folder `path` with its own configuration; returns the exit code."""
+def resume(path: Path, sources: Sources) -> int:
+    """Continues the run in the folder `path`, whose own configuration is among the sources; returns
+    the exit code."""
     folder = RunFolder.open(path)
-    parts = _leads(load([folder.config], overrides, environment), environment)
+    parts = _leads(checked(sources), sources.environment)
     return 0 if parts is None else _continue(parts, folder)
 
 

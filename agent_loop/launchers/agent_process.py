@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from agent_loop.launchers.workspace import GIT, make_workspace
-from agent_loop.processes.environment import GPUS, behind_wall, expand, inherited_environment
+from agent_loop.processes.environment import (
+    GPUS,
+    Variables,
+    behind_wall,
+    expand,
+    inherited_environment,
+)
 from agent_loop.processes.host import Ended, Job, ProcessConfig, ProcessHost, own_folders
 from agent_loop.processes.readable import own_python, readable
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
 from proxy import wall
 from proxy.machine.direct_hosts import with_direct_hosts
-from proxy.settings.section import Section
 
 PROMPT_BYTES = 128_000
 """Maximum size of TASK_PROMPT, because Linux allows 131,072 bytes per environment string; a longer
@@ -31,13 +34,9 @@ SOCKETS_BYTES = 80
 bytes. In a longer folder tmux could not start; there all trials share one server, as without it."""
 
 
-class ProgramConfig(Section):
+class ProgramConfig(Variables):
     """What the sections of launchers that start processes have in common."""
 
-    env: Mapping[str, str] = Field(default_factory=dict)
-    """Additional environment variables; they replace those that every agent gets. Placeholders are
-    replaced. GPUs are hidden unless this gives `CUDA_VISIBLE_DEVICES`, or `process.pass_env` names
-    it."""
     template: str | None = None
     """Each trial's working directory is a copy of this folder, or a checkout of
     `git+REPOSITORY#REVISION`; may hold `{task.FIELD}`. None: an empty directory."""

@@ -26,8 +26,8 @@ _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".cjs", ".ts", ".rb", ".pl")
 """Ends of the names of programs that an interpreter runs."""
 
 
-class CommandConfig(ProgramConfig, LauncherConfig):
-    """Example: CommandConfig(argv=("python", "agent.py", "--task", "{task_file}"))"""
+class ArgvConfig(ProgramConfig, LauncherConfig):
+    """What the sections of launchers that start a program have in common."""
 
     argv: Common[tuple[str, ...]] = Field(min_length=1)
     """The program and its arguments. Placeholders such as `{task_file}`, `{prompt}` and
@@ -38,6 +38,10 @@ class CommandConfig(ProgramConfig, LauncherConfig):
         """True if the command contains `{prompt}` or TASK_PROMPT."""
         texts = (*self.argv, *self.env.values())
         return any("{prompt}" in text or "TASK_PROMPT" in text for text in texts)
+
+
+class CommandConfig(ArgvConfig):
+    """Example: CommandConfig(argv=("python", "agent.py", "--task", "{task_file}"))"""
 
     @property
     def is_local(self) -> bool:

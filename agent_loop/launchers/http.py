@@ -33,47 +33,38 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from agent_loop.errors import LaunchError
 from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
 from agent_loop.launchers.workspace import make_workspace
-from agent_loop.model_api import json_headers
+from agent_loop.model_api import BearerKey, json_headers
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Trial
-from agent_loop.reward_values import graded
+from agent_loop.reward_values import RewardKey, graded
 from proxy.errors import RequestError
 from proxy.http.server import app_runner, read_body
 from proxy.machine.direct_hosts import proxy_for
 from proxy.machine.port import BACKLOG, http_url
-from proxy.settings.section import Section
+from proxy.settings.reaching import FreeAddress, Patience
 
 BODY_BYTES = 16 << 20
 """Maximum size of a callback's body; a larger one is refused with 413."""
 
 
-class CallbackConfig(Section):
+class CallbackConfig(FreeAddress):
     """Example: CallbackConfig(public_url="http://10.0.0.7:8900", port=8900)"""
 
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = Field(0, ge=0, le=65535)
-    """Port to listen on; 0: a free port."""
     public_url: str | None = None
     """URL at which the service reaches the trainer; None: `http://HOST:PORT`."""
 
 
-class HttpConfig(LauncherConfig):
+class HttpConfig(BearerKey, RewardKey, Patience, LauncherConfig):
     """Example: HttpConfig(url="http://agents.internal/runs")"""
 
     url: str
     """URL to which new runs are POSTed."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the service's bearer token."""
     callback: CallbackConfig | None = None
     """Where the service reports the end of a run; None: the service is polled."""
     poll_s: float = Field(10.0, gt=0)
     """Seconds that the service may hold back an answer; also the minimum time between two
     requests."""
     patience_s: float = Field(30.0, ge=0)
-    """Seconds that the service may be unreachable while its agent runs."""
-    key: str = "reward"
-    """Which entry is used for training if the service reports a dictionary."""
 
     @property
     def process_keys(self) -> frozenset[str]:

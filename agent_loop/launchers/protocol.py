@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import Field
+
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentResult, Trial
 from proxy.settings.section import Section
@@ -53,6 +55,14 @@ class Launcher(Protocol):
     async def close(self) -> None:
         """Ends the processes and connections of the launcher."""
         ...
+
+
+class HeldOut(Section):
+    """The key of agents that bring their own tasks."""
+
+    held_out: int = Field(0, ge=0)
+    """Number of the agent's own tasks, the first ones, that are held out for evaluation, if the
+    section `data` names no tasks."""
 
 
 class LauncherConfig(Section):

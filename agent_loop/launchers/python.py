@@ -20,17 +20,16 @@ from agent_loop.processes.functions import function_host, returned, source_file
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.processes.readable import imported
 from agent_loop.records import AgentResult, Trial
+from agent_loop.reward_values import RewardKey
 from proxy.settings.section import Common
 
 
-class PythonConfig(ProgramConfig, LauncherConfig):
+class PythonConfig(ProgramConfig, RewardKey, LauncherConfig):
     """Example: PythonConfig(target="my_agents.shop:run")"""
 
     target: Common[Annotated[str, named_as("agent")]] = Field(pattern=FUNCTION_PATTERN)
     """`module:function`, `path/to/file.py:function`, or the name of an entry point; called with a
     `calls.AgentCall`."""
-    key: str = "reward"
-    """Which entry is used for training if the function returns a dictionary."""
 
     @property
     def is_local(self) -> bool:

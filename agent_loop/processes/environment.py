@@ -13,9 +13,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import Field
+
 from agent_loop.errors import LaunchError
 from agent_loop.records import Trial
 from proxy.machine.direct_hosts import with_direct_hosts
+from proxy.settings.section import Section
+
+
+class Variables(Section):
+    """The key of the sections of agents and verifiers that are programs."""
+
+    env: Mapping[str, str] = Field(default_factory=dict)
+    """Additional environment variables; they replace those that every agent or verifier gets.
+    Placeholders are replaced. GPUs are hidden from an agent of this machine unless this gives
+    `CUDA_VISIBLE_DEVICES`, or `process.pass_env` names it."""
+
 
 CERTIFICATES = frozenset(
     [

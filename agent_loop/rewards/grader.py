@@ -7,7 +7,6 @@ None is *no reward*.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import orjson
@@ -22,26 +21,17 @@ from agent_loop.processes.host import Job
 from agent_loop.processes.readable import own_python
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.rewards.bench import judge
-from agent_loop.rewards.protocol import RewardConfig
+from agent_loop.rewards.protocol import OwnRewardConfig
 from proxy.records import Turn
 from proxy.settings.section import Common
 
 
-class GraderConfig(RewardConfig):
+class GraderConfig(OwnRewardConfig):
     """Example: GraderConfig(target="my_agents.shop:grade")"""
 
     target: Common[Annotated[str, named_as("reward")]] = Field(pattern=FUNCTION_PATTERN)
     """`module:function`, `path/to/file.py:function`, or the name of an entry point; called with a
     `launchers.calls.GradeCall`."""
-    timeout_s: float = Field(120.0, gt=0)
-    """Seconds that a call may take."""
-    pass_env: tuple[str, ...] = ()
-    """Names of variables of the trainer's own environment that the function gets, too."""
-    show: tuple[Path, ...] = ()
-    """Files and folders that the function reads. What its module imports from its own folder is
-    found."""
-    key: str = "reward"
-    """Which entry is used for training if the function returns a dictionary."""
 
     def build(self) -> Grader:
         return Grader(self)

@@ -6,9 +6,13 @@ cannot judge the trial raises `RewardError`, and the rollout is `failed`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
+from pydantic import Field
+
 from agent_loop.records import FinishedTrial, Graded
+from agent_loop.reward_values import RewardKey
 from proxy.settings.section import Section
 
 
@@ -36,7 +40,25 @@ class RewardConfig(Section):
         raise NotImplementedError
 
 
-class JudgeSection(RewardConfig):
+class RewardTimeout(RewardConfig):
+    """What the sections of a verifier, a grader and a judge have in common."""
+
+    timeout_s: float = Field(120.0, gt=0)
+    """Seconds that the verifier, a call of the grader, or one answer of the judge may take."""
+
+
+class OwnRewardConfig(RewardKey, RewardTimeout):
+    """What the sections of a verifier and a grader have in common."""
+
+    pass_env: tuple[str, ...] = ()
+    """Names of variables of the trainer's own environment that the verifier or grader gets, too;
+    the agent does not get them."""
+    show: tuple[Path, ...] = ()
+    """Files and folders that the verifier or grader reads, and that `argv` and `env` do not name.
+    What its Python scripts, or its module, import from their own folder is found."""
+
+
+class JudgeSection(RewardTimeout):
     """The section of a reward that a model gives."""
 
     policy: bool = False

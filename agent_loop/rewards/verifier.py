@@ -28,12 +28,12 @@ import orjson
 from pydantic import Field
 
 from agent_loop.errors import LaunchError, RewardError
-from agent_loop.processes.environment import expand, inherited_environment
+from agent_loop.processes.environment import Variables, expand, inherited_environment
 from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
 from agent_loop.records import AgentResult, FinishedTrial, Graded, Trial
 from agent_loop.reward_values import graded
 from agent_loop.rewards.bench import judge
-from agent_loop.rewards.protocol import RewardConfig
+from agent_loop.rewards.protocol import OwnRewardConfig
 from proxy.errors import ConfigurationError
 from proxy.settings.section import Common
 
@@ -52,29 +52,18 @@ STDERR_TAIL_BYTES = 64 * 1024
 """Bytes at the end of standard error that are searched for an uncaught exception."""
 
 
-class VerifierConfig(RewardConfig):
+class VerifierConfig(Variables, OwnRewardConfig):
     """Example: VerifierConfig(argv=("{python}", "{root}/verify.py"))"""
 
     argv: Common[tuple[str, ...]] = Field(min_length=1)
     """The program and its arguments, with placeholders as in the agent's command. It runs in the
     agent's working directory."""
-    env: Mapping[str, str] = Field(default_factory=dict)
-    """Additional environment variables. Placeholders are replaced."""
-    timeout_s: float = Field(120.0, gt=0)
-    """Seconds that the verifier may run."""
-    key: str = "reward"
-    """Which entry of a `reward.json` dictionary is used for training."""
     exit_codes: Mapping[int, float] = Field(default_factory=lambda: {0: 1.0, 1: 0.0})
     """Rewards by exit code, used if there is no reward file. Any other exit code is a failure of
     the verifier, and so is an uncaught exception: the trial has no reward."""
     reward_file: Literal["reward.json", "reward.txt"] | None = None
     """The file that the verifier must write; None: it may write either file, or neither, in which
     case the exit code counts."""
-    pass_env: tuple[str, ...] = ()
-    """Names of variables of the trainer's own environment that the verifier gets, too."""
-    show: tuple[Path, ...] = ()
-    """Files and folders that the verifier reads and that `argv` and `env` do not name. What its
-    Python scripts import from their own folder is found."""
     limits: Limits = Limits()
 
     def build(self) -> Verifier:

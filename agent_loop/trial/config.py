@@ -17,7 +17,8 @@ from pydantic import Field
 from agent_loop.processes.readable import repository
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.salvage import SalvageConfig
-from proxy.records.alternatives import MAX_ALTERNATIVES
+from proxy.settings.reaching import Patience
+from proxy.settings.recorded import RecordedConfig
 from proxy.settings.section import Common, Section
 from proxy.wall import SYSTEM, Wall
 
@@ -104,40 +105,32 @@ def _place_of_the_run() -> Iterator[Path]:
             yield folder
 
 
-class SamplingConfig(Section):
+WHOLE_DISTRIBUTION: Mapping[str, float | int] = {"top_p": 1.0, "top_k": -1}
+"""The trainer computes probabilities of the whole distribution; other values would sample from
+another one."""
+
+
+class SamplingConfig(RecordedConfig):
     """Example: SamplingConfig(temperature=1.0, max_tokens=2048)"""
 
     temperature: float = Field(1.0, gt=0)
     """Replaces the agent's own temperature in training; the trainer scales its logits by the same
     value."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Must be 1: any other value would sample from another distribution than the trainer's."""
-    top_k: int = Field(-1, ge=-1)
-    """Must be -1 (all tokens), for the same reason."""
     max_tokens: Common[int | None] = Field(None, ge=1)
     """Maximum number of tokens per answer; None: what the agent requests, within the context."""
     max_turns: int | None = Field(None, ge=1)
     """Maximum number of model calls per trial; None: the proxy's own limit."""
     seeded: bool = False
     """Make sampling reproducible from the run's seed; slower in large batches on a GPU."""
-    routed_experts: bool = False
-    """Record the experts that the router of a mixture-of-experts model chose for each token
-    (docs/models.md). `model.router_replay: replay` does so in any case."""
-    alternatives: int = Field(0, ge=0, le=MAX_ALTERNATIVES)
-    """Number of the most probable tokens to record at each sampled position (docs/view.md)."""
 
     @property
     def pinned(self) -> dict[str, float | int]:
         """The parameters that replace the agent's own in a training session, besides the seed."""
         pinned: dict[str, float | int] = {
             "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
+            **WHOLE_DISTRIBUTION,
         }
-        if self.routed_experts:
-            pinned["routed_experts"] = 1
-        if self.alternatives:
-            pinned["alternatives"] = self.alternatives
+        pinned |= self.recorded
         if self.max_tokens is not None:
             pinned["max_tokens"] = self.max_tokens
         return pinned
@@ -148,11 +141,8 @@ class SamplingConfig(Section):
         return {} if self.max_turns is None else {"max_turns": self.max_turns}
 
 
-class RecordingConfig(Section):
+class RecordingConfig(Patience):
     """Example: RecordingConfig(profile="claude-code", patience_s=10)"""
 
     profile: Common[str] = "default"
     """The proxy's profile of the agent: what is removed, matched and kept of its requests."""
-    patience_s: float = Field(60.0, ge=0)
-    """Seconds that a trial, at its start and its end, and an update of the engines wait for a proxy
-    that is being restarted."""

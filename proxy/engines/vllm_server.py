@@ -33,7 +33,8 @@ from proxy.extra_registry import BINARY_ROUTE_SERVER
 from proxy.machine.port import HeldPort, http_url, loopback
 from proxy.machine.secrecy import inherited, pipe_with
 from proxy.machine.swept_folder import swept_folder
-from proxy.settings.section import Common, Section
+from proxy.settings.reaching import StartTimeout
+from proxy.settings.section import Common
 
 _PORT_SETTING = "engine port"
 HEALTH_INTERVAL_S = 0.2
@@ -49,7 +50,7 @@ LOG_BYTES = 64 * 2**20
 """Where a cause is looked for; the first error is the cause, however long the log has become."""
 
 
-class VllmConfig(Section):
+class VllmConfig(StartTimeout):
     """Settings of a vLLM server.
 
     Example: VllmConfig(max_context_tokens=4096, args=("--tensor-parallel-size", "2"))
@@ -75,8 +76,6 @@ class VllmConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of vLLM's server, in addition to those of the process that starts
     it."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds that a server may take to load the model and answer."""
     sleep: Common[bool] = False
     """Mode `colocated` on GPUs only: engines free their GPU memory while the trainer needs it
     (vLLM's sleep mode)."""

@@ -21,6 +21,7 @@ from trainer.extras import report
 from trainer.extras.mirror import CheckpointMirror
 from trainer.run.folder import RunFolder
 from trainer.settings.sources import load
+from trainer.settings.values import Sources
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def run_until(monkeypatch: pytest.MonkeyPatch, config: Path) -> Any:
             return 0
 
         monkeypatch.setattr(start, "_run", scripted)
-        assert start.begin([config], overrides, {}) == 0
+        assert start.begin(Sources([config], overrides, {})) == 0
         return started[0]
 
     return run
@@ -111,9 +112,9 @@ def test_run_is_continued_where_the_plan_decides_otherwise(run_until: Any, tmp_p
 
 def test_configuration_that_a_check_prints_can_be_loaded(config: Path, tmp_path: Path) -> None:
     printed = tmp_path / "printed.yaml"
-    printed.write_text(start.check_only([config], ["model.activation_offload=true"], {}))
+    printed.write_text(start.check_only(Sources([config], ["model.activation_offload=true"], {})))
     assert load([printed], [], {}).model.gradient_checkpointing
-    assert yaml.safe_load(start.check_only([printed], [], {})) == yaml.safe_load(
+    assert yaml.safe_load(start.check_only(Sources([printed], [], {}))) == yaml.safe_load(
         printed.read_text()
     )
 
@@ -240,7 +241,7 @@ def test_run_that_is_done_ends_so_whatever_its_report_or_a_service_raises(
     warning: str,
 ) -> None:
     fails(module, name)
-    assert start.begin([config], LOGGED, {}) == 0
+    assert start.begin(Sources([config], LOGGED, {})) == 0
     said = capsys.readouterr()
     warnings = [line for line in said.out.splitlines() if line.startswith("warning: ")]
     assert warnings == [f"warning: {warning}: {SHOWN_ERROR}"]
@@ -265,7 +266,7 @@ def test_failed_run_ends_with_its_own_error_whatever_its_report_raises(
     for module, name in ((report, "write_report"), (mlflow, "end_run")):
         fails(module, name)
     with pytest.raises(TrainerError, match="no engine is left"):
-        start.begin([config], LOGGED, {})
+        start.begin(Sources([config], LOGGED, {}))
     folder = RunFolder.open(tmp_path / "run")
     summary = folder.read_summary()
     assert (summary["status"], summary["error"]) == ("failed", "TrainerError: no engine is left")

@@ -67,12 +67,24 @@ def mean_by_tokens(values: Tensor, group: Tensor, tokens: Tensor) -> Tensor:
     return group_sum(values * tokens, group) / group_sum(tokens, group)
 
 
-class Grpo(Advantage):
+class Judging(Advantage):
+    """An advantage that knows right and wrong rollouts only."""
+
+    threshold: float = 0.5
+    """Minimum reward of a correct rollout (`pass_at_k`), or of an imitated one (`accepted`)."""
+
+
+class Normalising(Advantage):
+    """An advantage that is divided by a standard deviation."""
+
+    eps: Eps = 1e-6
+    """ε, as a share of the largest deviation: of the group, or else of the batch."""
+
+
+class Grpo(Normalising):
     """`(R − μ_g) / (σ_g + ε)`. DeepSeekMath, arXiv 2402.03300."""
 
     name: Literal["grpo"] = "grpo"
-    eps: Eps = 1e-6
-    """ε, as a share of the group's largest deviation."""
 
     def estimate(self, returns: Returns) -> Estimate:
         centred = returns.centred(group_mean)
@@ -97,13 +109,11 @@ class Rloo(Advantage):
         return Estimate(returns.centred(mean_of_others))
 
 
-class ReinforcePp(Advantage):
+class ReinforcePp(Normalising):
     """`(R − μ) / (σ + ε)` over the whole batch. REINFORCE++, arXiv 2501.03262."""
 
     name: Literal["reinforce++"] = "reinforce++"
     compares_within_group: ClassVar[bool] = False
-    eps: Eps = 1e-6
-    """ε, as a share of the batch's largest deviation."""
 
     def estimate(self, returns: Returns) -> Estimate:
         batch = returns.whole_batch
@@ -111,24 +121,20 @@ class ReinforcePp(Advantage):
         return Estimate(returns.normalised(centred, centred, batch, eps=self.eps))
 
 
-class ReinforcePpBaseline(Advantage):
+class ReinforcePpBaseline(Normalising):
     """`(R − μ_g) / (σ(R − μ_g) + ε)`, σ over the batch. REINFORCE++-baseline, arXiv 2501.03262."""
 
     name: Literal["reinforce++_baseline"] = "reinforce++_baseline"
-    eps: Eps = 1e-6
-    """ε, as a share of the batch's largest deviation."""
 
     def estimate(self, returns: Returns) -> Estimate:
         centred = returns.centred(group_mean)
         return Estimate(returns.normalised(centred, centred, returns.whole_batch, eps=self.eps))
 
 
-class LitePpo(Advantage):
+class LitePpo(Normalising):
     """`(R − μ_g) / (σ_batch + ε)`. Tricks or traps (Lite PPO), arXiv 2508.08221."""
 
     name: Literal["lite_ppo"] = "lite_ppo"
-    eps: Eps = 1e-6
-    """ε, as a share of the batch's largest deviation."""
 
     def estimate(self, returns: Returns) -> Estimate:
         batch = returns.whole_batch
@@ -166,7 +172,7 @@ class Gpg(Advantage):
         return Estimate(centred * alpha)
 
 
-class PassAtK(Advantage):
+class PassAtK(Judging):
     """Maximises pass@k of a group of N rollouts with c correct ones. arXiv 2508.10751.
 
     `ρ = 1 − C(N−c, k) / C(N, k)`, `σ = √(ρ (1 − ρ))`, for a correct rollout `(1 − ρ) / σ`, else
@@ -180,8 +186,6 @@ class PassAtK(Advantage):
     credits_turns: ClassVar[bool] = False
     k: int = Field(4, ge=1)
     """Number of attempts that pass@k considers."""
-    threshold: float = 0.5
-    """Minimum reward of a correct rollout."""
 
     def estimate(self, returns: Returns) -> Estimate:
         size = group_size(returns.group)
@@ -219,7 +223,7 @@ class Tree(Advantage):
         return Estimate(returns.share * advantages)
 
 
-class Accepted(Advantage):
+class Accepted(Judging):
     """1 for a rollout whose reward is at least `threshold`, else 0: rejection-sampled fine-tuning
     (RAFT, arXiv 2304.06767).
     """
@@ -227,8 +231,6 @@ class Accepted(Advantage):
     name: Literal["accepted"] = "accepted"
     compares_within_group: ClassVar[bool] = False
     credits_turns: ClassVar[bool] = False
-    threshold: float = 0.5
-    """Minimum reward of the rollouts that are imitated."""
 
     def estimate(self, returns: Returns) -> Estimate:
         return Estimate((returns.rewards >= self.threshold).double()[returns.rollout])

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.kl import ESTIMATORS, K3, LOG_RATIO_BOUND, Estimator
+from trainer.algorithms.kl import LOG_RATIO_BOUND, Estimated
 from trainer.algorithms.part import NamedPart, Part, Parts
 from trainer.algorithms.policy_losses import sequence_mean
 
@@ -31,33 +31,34 @@ class Weight(NamedPart, ABC):
         """`[M]`, from `log_w` `[M]` and the index of each token's sequence `[M]`."""
 
 
-class Truncate(Weight):
-    """`min(w, c)`: truncated importance sampling. fengyao.notion.site/off-policy-rl."""
+class Bounded(Weight):
+    """A weight with a largest value."""
 
-    name: Literal["truncate"] = "truncate"
     level: Level = "token"
     """What `w` is: the ratio of the `token`, the product over its `sequence`, or the `geometric`
     mean over its sequence."""
     upper: float = Field(2.0, ge=1)
-    """c, the largest weight."""
+    """c, the largest weight (`truncate`), or the largest `w` that is kept (`mask`)."""
+
+
+class Truncate(Bounded):
+    """`min(w, c)`: truncated importance sampling. fengyao.notion.site/off-policy-rl."""
+
+    name: Literal["truncate"] = "truncate"
 
     def weights(self, log_w: Tensor, sequence: Tensor) -> Tensor:
         return importance(log_w, sequence, self.level).clamp(max=self.upper)
 
 
-class Mask(Weight):
+class Mask(Bounded):
     """`w` if it is within `[lower, upper]`, else 0. With `lower: 0` this is masked importance
     sampling (richardli.xyz/rl-collapse), with `level: token` IcePop
     (ringtech.notion.site/icepop).
     """
 
     name: Literal["mask"] = "mask"
-    level: Level = "token"
-    """As for `truncate`."""
     lower: float = Field(0.0, ge=0, le=1)
     """Smallest `w` that is kept."""
-    upper: float = Field(2.0, ge=1)
-    """Largest `w` that is kept."""
 
     def weights(self, log_w: Tensor, sequence: Tensor) -> Tensor:
         w = importance(log_w, sequence, self.level)
@@ -95,15 +96,13 @@ class Veto(Rejection):
         return lowest >= torch.log(torch.tensor(self.min_ratio))
 
 
-class Divergence(Rejection):
+class Divergence(Estimated, Rejection):
     """Keeps a token if an estimate of KL(π_b ‖ π_prox), whose k1 is `−log_w`, is within bounds. The
     estimate is that of the token, or the sum, mean or maximum over its sequence.
     richardli.xyz/rl-collapse.
     """
 
     name: Literal["divergence"] = "divergence"
-    estimator: Annotated[Estimator, ESTIMATORS] = K3()
-    """The estimate: `k1`, `k2`, `k3` or `abs`."""
     scope: Scope = "sequence_mean"
     """The quantity that is compared with the bounds."""
     lower: float | None = None

@@ -73,6 +73,14 @@ ESTIMATORS = Parts[Estimator](Estimator, (K1, K2, K3, Absolute))
 """Registry of the estimators for the keys `estimator`."""
 
 
+class Estimated(Part):
+    """The key of the parts that estimate a divergence."""
+
+    estimator: Annotated[Estimator, ESTIMATORS] = K3()
+    """The estimate of the divergence: `k1`, `k2`, `k3` or `abs`. As a loss, `k2` has the gradient
+    of the reverse KL; the gradient of `k1` is 0 in expectation."""
+
+
 class AdaptiveKl(Part):
     """`β · (1 + clip(KL / target − 1, −0.2, 0.2) / horizon)`: raises the coefficient if the
     divergence is above its target, and lowers it if it is below. Ziegler et al., arXiv 1909.08593,
@@ -90,13 +98,11 @@ class AdaptiveKl(Part):
         return coefficient * (1 + error / self.horizon)
 
 
-class Kl(Part):
+class Kl(Estimated):
     """Divergence from a frozen reference, in the loss or in the reward."""
 
     coefficient: float = Field(1e-3, ge=0)
     """β, the weight of the divergence."""
-    estimator: Annotated[Estimator, ESTIMATORS] = K3()
-    """The estimate of the divergence: `k1`, `k2`, `k3` or `abs`."""
     where: Literal["loss", "reward"] = "loss"
     """`loss`: `β KL` is added to the loss of each token. `reward`: `-β KL` of a token is added to
     the return of the token and of the tokens before it on its path."""
@@ -106,7 +112,7 @@ class Kl(Part):
     """Checkpoint folder of the reference; none: the weights that training started from."""
 
 
-class Distillation(Part):
+class Distillation(Estimated):
     """Adds `coefficient · KL(π_θ ‖ teacher)`, estimated on the sampled tokens, to the loss.
 
     On-policy distillation, arXiv 2306.13649.
@@ -123,8 +129,6 @@ class Distillation(Part):
     coefficient: float = Field(1.0, gt=0)
     """Weight of the divergence in the loss."""
     estimator: Annotated[Estimator, ESTIMATORS] = K2()
-    """The estimate of the divergence. `k2` has the gradient of the reverse KL; the gradient of `k1`
-    is 0 in expectation."""
 
     @model_validator(mode="after")
     def _one_teacher(self) -> Self:

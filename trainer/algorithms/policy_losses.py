@@ -45,17 +45,23 @@ class Loss(NamedPart, ABC):
         sequence."""
 
 
-class Ppo(Loss):
+class Clipping(Loss):
+    """A loss whose ratio is bounded."""
+
+    clip_low: ClipLow = 0.2
+    """ε_lo, how far the ratio (with `gspo`, the sequence's) may fall below 1; 1 sets no bound, as
+    in the paper of `cispo`."""
+    clip_high: ClipHigh = 0.2
+    """ε_hi, how far the ratio may rise above 1."""
+
+
+class Ppo(Clipping):
     """`−min(r A, clip(r, 1 − ε_lo, 1 + ε_hi) A)`; with dual clip, for A < 0 at most `c |A|`.
 
     PPO, arXiv 1707.06347; clip-higher, DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729.
     """
 
     name: Literal["ppo"] = "ppo"
-    clip_low: ClipLow = 0.2
-    """ε_lo, how far the ratio may fall below 1."""
-    clip_high: ClipHigh = 0.2
-    """ε_hi, how far the ratio may rise above 1."""
     dual_clip: float | None = Field(None, gt=1)
     """c: for a negative advantage, the loss is at most `c |A|`; 3 in the paper. None: no bound."""
 
@@ -70,7 +76,7 @@ class Ppo(Loss):
         return PolicyLoss(torch.where(beyond, ceiling, loss.losses), loss.clipped | beyond)
 
 
-class Gspo(Loss):
+class Gspo(Clipping):
     """PPO's loss with one ratio per sequence, `r = exp(mean_t log r_t)`. GSPO, arXiv 2507.18071.
 
     The gradient of each token is that of its own log-probability, scaled by the sequence's ratio:
@@ -80,9 +86,7 @@ class Gspo(Loss):
 
     name: Literal["gspo"] = "gspo"
     clip_low: ClipLow = 3e-4
-    """ε_lo, how far the sequence's ratio may fall below 1."""
     clip_high: ClipHigh = 4e-4
-    """ε_hi, how far the sequence's ratio may rise above 1."""
 
     def losses(
         self, logprobs: Tensor, prox: Tensor, advantages: Tensor, sequence: Tensor
@@ -93,14 +97,11 @@ class Gspo(Loss):
         return clipped_loss(r, advantages, self.clip_low, self.clip_high)
 
 
-class Cispo(Loss):
+class Cispo(Clipping):
     """`−sg(clip(r, 1 − ε_lo, 1 + ε_hi)) A log π_θ`. MiniMax-M1 (CISPO), arXiv 2506.13585."""
 
     name: Literal["cispo"] = "cispo"
     clip_low: ClipLow = 1.0
-    """ε_lo, how far the ratio may fall below 1; 1 sets no bound, as in the paper."""
-    clip_high: ClipHigh = 0.2
-    """ε_hi, how far the ratio may rise above 1."""
 
     def losses(
         self, logprobs: Tensor, prox: Tensor, advantages: Tensor, sequence: Tensor

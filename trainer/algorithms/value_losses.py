@@ -18,7 +18,6 @@ class CriticOptimizerConfig(OptimizerConfig):
     """Section `algorithm.critic.optimizer`: the keys of section `optimizer`."""
 
     lr: float = Field(1e-5, gt=0)
-    """Peak learning rate."""
 
 
 class CriticConfig(Part):

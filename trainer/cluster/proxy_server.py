@@ -22,12 +22,13 @@ from pydantic import Field
 
 from agent_loop.trial.config import RecordingConfig
 from proxy.client import ProxyClient, ProxyClientError
-from proxy.config import ENVIRONMENT_PREFIX, ToolsConfig
+from proxy.config import ENVIRONMENT_PREFIX, RenderingConfig, ToolsConfig
 from proxy.engines import guard
 from proxy.machine.direct_hosts import with_direct_hosts
 from proxy.machine.port import bind_socket, family, http_url
 from proxy.machine.secrecy import LatePipe
 from proxy.settings.extra import Extra
+from proxy.settings.reaching import FreeAddress, StartTimeout
 from proxy.settings.section import Common
 from trainer.errors import TrainerError
 
@@ -49,7 +50,7 @@ STOP_GRACE_S = 10.0
 """Seconds for the proxy to end the calls in flight and to store their turns."""
 
 
-class ProxyServerConfig(RecordingConfig):
+class ProxyServerConfig(RecordingConfig, RenderingConfig, StartTimeout, FreeAddress):
     """Section `proxy_server`. Example: ProxyServerConfig(port=8000, renderer="template")"""
 
     url: Common[str | None] = None
@@ -57,16 +58,8 @@ class ProxyServerConfig(RecordingConfig):
     AGENTIC_PROXY_ADMIN_KEY_FILE names; None: start a proxy. The engines of a running proxy must be
     listed in `engine.urls`, so that they receive the weights, or be relay workers that pull them
     (`engine.publish`); the run does not restart them."""
-    host: Common[str] = "127.0.0.1"
-    """Address on which the proxy that the run starts listens."""
-    port: Common[int] = Field(0, ge=0, le=65535)
-    """Port on which that proxy listens; 0: a free port."""
     llm_proxy_ip: Common[str | None] = None
     """Address at which agents on other machines reach the proxy; None: `host`."""
-    renderer: str = "auto"
-    """How messages become tokens: the name of a renderer, `template`, or `auto`."""
-    template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, such as `enable_thinking`."""
     rules: Annotated[Sequence[Any], Extra("proxy.extras.rules.rules:Rules")] = Field(
         default_factory=list
     )
@@ -75,7 +68,6 @@ class ProxyServerConfig(RecordingConfig):
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     """Tools of a provider that the started proxy runs."""
     start_timeout_s: float = Field(60.0, gt=0)
-    """Seconds that the proxy may take to answer after its start."""
 
 
 class ProxyProcess:

@@ -7,7 +7,6 @@ until then it listens nowhere and uses no GPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,17 +16,17 @@ from proxy.engines.vllm_server import STOP_GRACE_S, VllmConfig, asked_environmen
 from proxy.errors import ConfigurationError
 from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
-from trainer.settings.values import merged
+from trainer.settings.values import Sources
 
 MAX_REPLICAS = 8
 """More servers than this are not started early: they would only wait for each other."""
 
 
 @contextmanager
-def early_engines(configs: Sequence[Path], words: Sequence[str]) -> Iterator[None]:
-    """A context in which the engines that `agentic-train` will probably start with these files and
-    words import already. At its end, those that were not needed have ended."""
-    count, variables = engines_to_start(configs, words, os.environ)
+def early_engines(sources: Sources) -> Iterator[None]:
+    """A context in which the engines that `agentic-train` will probably start with this
+    configuration import already. At its end, those that were not needed have ended."""
+    count, variables = engines_to_start(sources)
     with suppress(ConfigurationError):  # no vLLM is installed, which is reported later
         vllm_early.begin(count, asked_environment(VllmConfig(env=variables)), STOP_GRACE_S)
     try:
@@ -36,18 +35,23 @@ def early_engines(configs: Sequence[Path], words: Sequence[str]) -> Iterator[Non
         vllm_early.end_all()
 
 
-def engines_to_start(
+def sources_of(
     configs: Sequence[Path], words: Sequence[str], environment: Mapping[str, str]
-) -> tuple[int, dict[str, str]]:
+) -> Sources:
+    """The sources of the configuration of `agentic-train [resume RUN] key=value …`."""
+    if words[:1] == ["resume"] and len(words) > 1:
+        return Sources([RunFolder(Path(words[1])).config], words[2:], environment)
+    return Sources(configs, words[1:] if words[:1] == ["train"] else words, environment)
+
+
+def engines_to_start(sources: Sources) -> tuple[int, dict[str, str]]:
     """Number of vLLM servers that the command will start on this machine, and the variables that
     its configuration gives them; (0, {}) if that is not sure. Errors of the configuration are found
     later."""
-    resumes = len(words) > 1 and words[0] == "resume"
-    sources = [RunFolder(Path(words[1])).config] if resumes else configs
-    if not sources or environment.get("RANK", "0") != "0":
+    if not sources.paths or sources.environment.get("RANK", "0") != "0":
         return 0, {}
     try:
-        values, _ = merged(sources, words[2:] if resumes else words, environment)
+        values = sources.values
     except ConfigError:
         return 0, {}
     engine, cluster = values.get("engine") or {}, values.get("cluster") or {}

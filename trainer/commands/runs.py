@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import sqlite3
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from proxy.machine.secrecy import hide_memory
 from proxy.settings.extra import extra
 from trainer.errors import ConfigError, TrainerError
 from trainer.run.folder import RunFolder
+from trainer.settings.values import Sources
 
 EXPECTED = (TrainerError, ProxyError, ProxyClientError, AgentLoopError)
 """Errors whose message is for the user; so is that of a full disk (`is_full`), and any other error
@@ -39,10 +39,12 @@ swarm: {}
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line. Example: Command(["trainer.steps=3"], [Path("my.yaml")], check=True)"""
+    """A command line. Example: Command(words, [path], sources_of([path], words, os.environ))"""
 
     words: Sequence[str]
     configs: Sequence[Path]
+    sources: Sources
+    """What `words` and `configs` say; not read yet, or read once."""
     check: bool = False
     swarm_server: str | None = None
     state_dir: Path = Path("runs/swarm")
@@ -55,8 +57,7 @@ def run(command: Command) -> int:
     def chosen() -> int:
         if command.swarm_server:
             return _serve_swarm(command, command.swarm_server)
-        words = [*command.words, *_log_level_word(command)]
-        return _run(words, command.configs, check=command.check)
+        return _run(command)
 
     return reporting("agentic-train", chosen)
 
@@ -79,25 +80,26 @@ def reporting(name: str, command: Callable[[], int]) -> int:
         return 2 if isinstance(expected, ConfigurationError) else 1
 
 
-def _run(words: Sequence[str], configs: Sequence[Path], *, check: bool) -> int:
-    command, rest = (words[0], words[1:]) if words and "=" not in words[0] else ("train", words)
-    if command == "report":
+def _run(command: Command) -> int:
+    words, sources = command.words, command.sources
+    name, rest = (words[0], words[1:]) if words and "=" not in words[0] else ("train", words)
+    if name == "report":
         return _report(rest)
-    if command not in ("train", "resume"):
-        raise ConfigError(f"{command!r}: expected key=value, resume RUN, status RUN or report RUN")
+    if name not in ("train", "resume"):
+        raise ConfigError(f"{name!r}: expected key=value, resume RUN, status RUN or report RUN")
     with importing():
         from trainer.start import begin, check_only, resume
 
-    if command == "resume":
+    if name == "resume":
         if not rest or "=" in rest[0]:
             raise ConfigError("resume: give the run's folder, like runs/quickstart")
-        return resume(Path(rest[0]), rest[1:], os.environ)
-    if not configs:
+        return resume(Path(rest[0]), sources)
+    if not sources.paths:
         raise ConfigError("--config: missing; give a YAML file, like agentic_trainer.yaml")
-    if check:
-        print(check_only(configs, rest, os.environ), end="")
+    if command.check:
+        print(check_only(sources), end="")
         return 0
-    return begin(configs, rest, os.environ)
+    return begin(sources)
 
 
 def _serve_swarm(command: Command, address: str) -> int:
@@ -110,7 +112,8 @@ def _serve_swarm(command: Command, address: str) -> int:
     if others := [word for word in command.words if "=" not in word]:
         raise ConfigError(f"{others[0]!r}: expected key=value after --swarm-server {address}")
     program = [sys.executable, "-m", "trainer.cli"]
-    words = ["swarm={}", *command.words, *_log_level_word(command)]
+    level = [f"logging.log_level={command.log_level}"] if command.log_level else []
+    words = ["swarm={}", *command.words, *level]
     begin = [*program, "--config", "{config}", *words]
     resume = [*program, "resume", "{run_dir}", *words]
     options = extra("agent_loop.extras.swarm.serve:ServeOptions")(
@@ -129,10 +132,6 @@ def _serve_swarm(command: Command, address: str) -> int:
 
     asyncio.run(extra("agent_loop.extras.swarm.serve:serve")(options, listening))
     return 0
-
-
-def _log_level_word(command: Command) -> list[str]:
-    return [f"logging.log_level={command.log_level}"] if command.log_level else []
 
 
 def _report(words: Sequence[str]) -> int:

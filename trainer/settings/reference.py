@@ -40,8 +40,9 @@ Values on the command line and in the environment are YAML. Every key has the en
 `{ENV_PREFIX}SECTION__KEY`; some also have the name that verl's recipe gives them. The resolved
 configuration is printed at start and stored in the run's folder.
 
-Each section begins with the keys that people set; the others are folded below them. What several
-sections have in common is listed once, and the others name that place.
+Each section begins with the keys that people set; the others are folded below them. **Bold**: a
+section inside of a section. What several sections have in common is listed once, and the others
+name that place.
 """
 PROXY = """
 ## The proxy
@@ -51,6 +52,7 @@ overrides the YAML file. Every key has the environment variable `AGENTIC_PROXY_S
 starts a proxy of its own and configures it by its section `proxy_server`; variables of other
 settings hold for that proxy, too.
 """
+WHOSE = {True: " of the proxy", False: " of a run"}
 FOLDED_TOGETHER = 4
 """Keys of a part with fewer keys than this are folded with those of its section."""
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
@@ -58,7 +60,6 @@ NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "engines.kind": lambda: ENGINES,
     "proxy_server.profile": lambda: Profiles({}).names,
     "proxy_server.renderer": lambda: ("auto", "template", *renderer_names()),
-    "rendering.renderer": lambda: ("auto", "template", *renderer_names()),
     "store": lambda: STORES,
 }
 """Key → the names of its registry. Names of an algorithm's parts are found by their types."""
@@ -75,9 +76,9 @@ def reference() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A key of a run, or of the proxy. Example: Place("optimizer.lr", of_proxy=False)"""
+    """A section, or a part of an algorithm. Example: Place("algorithm.loss[ppo]", False)"""
 
-    section: str
+    part: str
     of_proxy: bool
 
 
@@ -92,7 +93,7 @@ class Page:
         self._places: dict[tuple[type[BaseModel], str], tuple[Key, Place]] = {}
         """Definition of a key → the key with the shortest path, which is the listed one."""
         for key, of_proxy in both:
-            self._places.setdefault(key.definition, (key, Place(key.section, of_proxy)))
+            self._places.setdefault(key.definition, (key, Place(key.part, of_proxy)))
         self._listed = {id(key) for key, _ in self._places.values()}
 
     def lists(self, key: Key) -> bool:
@@ -143,29 +144,42 @@ class Page:
         lines += _folded(f"{len(rest)} more keys", [line(key) for key in rest])
         for part, inside in parts.items():
             if part not in small:
-                title = f"{prefix}{part}: {len(inside)} keys"
-                lines += _folded(title, [line(key) for key in inside])
+                lines += self._folded_part(f"{prefix}{part}", inside, line)
         return lines
+
+    def _folded_part(self, path: str, keys: list[Key], line: Callable[[Key], str]) -> list[str]:
+        """A part of a section, whose own text is below its heading, as that of a section is."""
+        own = [key for key in keys if key.path == path and not key.part_names]
+        rest = [key for key in keys if key not in own]
+        about = [re.sub(r"^- \**`[^`]+`\** \(.*?\):? ", "", line(key)) for key in own]
+        return _folded(f"{path}: {len(rest)} keys", [*about, "", *map(line, rest)])
 
     def _elsewhere(self, section: Key, *, of_proxy: bool) -> str:
         """Where the keys of a section are listed that are not listed in it."""
         inside = [key for key in self._keys(of_proxy) if key.section == section.path]
-        found: dict[Place, list[str]] = {}
+        found: dict[Place, list[Key]] = {}
         for key in inside:
             if not self.lists(key):
-                found.setdefault(self._places[key.definition][1], []).append(key.name)
+                found.setdefault(self._places[key.definition][1], []).append(key)
         said = []
-        for place, names in found.items():
-            there = {key.name for key in self._keys(place.of_proxy) if key.section == place.section}
-            of = {(True, False): " of the proxy", (False, True): " of a run"}
-            where = f"`{place.section}`{of.get((place.of_proxy, of_proxy), '')}"
-            if there != set(names):
-                said.append(f" {_listed(names)} as in {where}.")
-            elif len(names) == len(inside):
-                said.append(f" Its keys are those of {where}.")
+        for place, keys in found.items():
+            there = [key for key in self._keys(place.of_proxy) if key.part == place.part]
+            where = f"`{place.part}`{WHOSE[place.of_proxy] if place.of_proxy != of_proxy else ''}"
+            if {key.name for key in there} != {key.name for key in keys} or section.part_names:
+                names = ", ".join(self._other_default(key) for key in keys)
+                said.append(f" Also {names}, as in {where}.")
             else:
-                said.append(f" Its other keys are those of {where}.")
+                other = "" if len(keys) == len(inside) else " other"
+                differ = [each for each in map(self._other_default, keys) if "(" in each]
+                also = f", with {', '.join(differ)}" if differ else ""
+                said.append(f" Its{other} keys are those of {where}{also}.")
         return "".join(said)
+
+    def _other_default(self, key: Key) -> str:
+        """The key's name, with its default if it is not that of the listed key."""
+        listed = self._places[key.definition][0]
+        default = "" if listed.field.default == key.field.default else f" ({_default(key.field)})"
+        return f"`{key.path.removeprefix(key.section).removeprefix('.')}`{default}"
 
 
 def _contents(sections: list[Key], *, proxy: bool) -> list[str]:
@@ -199,7 +213,8 @@ def _line(key: Key, elsewhere: str = "") -> str:
     names = f" Names: {_listed(names_of(key))}." if names_of(key) else ""
     also = f" Also `{verl[key.path]}`." if key.path in verl else ""
     about = f"{_default(key.field)}{_bounds(key.field)}{_choices(key.field)}"
-    return f"- `{key.path}` ({about}){text}{names}{also}{elsewhere}"
+    mark = "**" if key.is_section else ""
+    return f"- {mark}`{key.path}`{mark} ({about}){text}{names}{also}{elsewhere}"
 
 
 def _linked(text: str) -> str:

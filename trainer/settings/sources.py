@@ -27,6 +27,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from agent_loop.outside_parts import OwnFunction
 from proxy.config import SECTIONS, ProxyConfig
 from proxy.errors import ConfigurationError
 from proxy.extra_registry import section_type
@@ -37,7 +38,7 @@ from trainer.algorithms.part import NamedPart, Parts
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.policy.repeatable import sum_in_one_order
-from trainer.settings.values import merged, shown
+from trainer.settings.values import Sources, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +53,22 @@ class Key:
     sections: tuple[type[BaseModel], ...]
     """The sections that the key may hold: none for a value, several if one of them is chosen."""
     owner: type[BaseModel]
-    """The class that defines the key, which several sections may inherit or hold."""
+    """The class that documents the key, which several sections may inherit or hold."""
 
     @property
     def name(self) -> str:
         return self.path.rpartition(".")[2]
 
     @property
+    def part(self) -> str:
+        """The path of what holds the key, with a part's name, and without the user's own name at
+        its end; empty at the top."""
+        return self.path.rpartition(".")[0].removesuffix(".NAME")
+
+    @property
     def section(self) -> str:
-        """The path of the section that holds the key, without a part's name and the user's own name
-        at its end; empty at the top."""
-        return re.sub(r"\[[^]]*\]$", "", self.path.rpartition(".")[0]).removesuffix(".NAME")
+        """The path of the section that holds the key, without a part's name at its end."""
+        return re.sub(r"\[[^]]*\]$", "", self.part)
 
     @property
     def definition(self) -> tuple[type[BaseModel], str]:
@@ -73,6 +79,13 @@ class Key:
     def is_common(self) -> bool:
         """Whether the key is one of the few of its section that people set (`Common`)."""
         return COMMON in self.field.metadata
+
+    @property
+    def is_section(self) -> bool:
+        """Whether the key only holds other keys: it is neither the name of one of several parts
+        nor that of a function."""
+        named = (NamedPart, OwnFunction)
+        return bool(self.sections) and not any(issubclass(each, named) for each in self.sections)
 
     @property
     def part_names(self) -> list[str]:
@@ -97,8 +110,9 @@ def keys_of(
         is_late = model is ProxyConfig and name in SECTIONS
         annotation = section_type(name) if is_late else field.annotation
         nested = _parts(field.metadata) or tuple(_models(annotation))
-        text = documented.get(name, "") or (_summary(nested[0]) if nested else "")
-        yield Key(path, " ".join(text.split()), field, nested, _owner(model, name))
+        text, owner = documented[name]
+        text = text or (_summary(nested[0]) if nested else "")
+        yield Key(path, " ".join(text.split()), field, nested, owner)
         for each in nested:
             if each not in seen:
                 variant = path if len(nested) == 1 else f"{path}[{_name_of(each)}]"
@@ -107,13 +121,10 @@ def keys_of(
                 yield from keys_of(each, variant, seen | {each})
 
 
-def _owner(model: type[BaseModel], field: str) -> type[BaseModel]:
-    return next(cls for cls in model.__mro__ if field in inspect.get_annotations(cls))
-
-
-def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Name of a field of the class or its ancestors → the docstring below it."""
-    texts: dict[str, str] = {}
+def docstrings(model: type[BaseModel]) -> dict[str, tuple[str, type[BaseModel]]]:
+    """Name of a field of the class or its ancestors → the docstring below it, and the class that
+    has it there. A class that only gives a field another default does not repeat its docstring."""
+    texts: dict[str, tuple[str, type[BaseModel]]] = {}
     for cls in reversed(model.__mro__):
         if not issubclass(cls, BaseModel) or cls is BaseModel:
             continue
@@ -123,8 +134,9 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
         for node in body.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 field = node.target.id
+                texts.setdefault(field, ("", cls))
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and field:
-                texts[field] = str(node.value.value)
+                texts[field] = (str(node.value.value), cls)
                 field = ""
             else:
                 field = ""
@@ -176,8 +188,6 @@ SUCCESSORS: Mapping[str, str] = {
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.rollout.n": "rollout.group_size",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
-    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
-    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
     "ajet.model.path": "model.path",
     "algorithm.gamma": "algorithm.advantage.gamma",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl.coefficient",
@@ -187,7 +197,7 @@ SUCCESSORS: Mapping[str, str] = {
     "data.harbor_cache_dir": "data.harbor.cache_dir",
     "data.harbor_data_source": "data.harbor.data_source",
     "data.harbor_dataset_dirs": "remote_agent.harbor.dataset_dirs",
-    "data.harbor_overwrite": "data.harbor.overwrite",
+    "data.harbor_overwrite": "data.harbor.cache_dir, which can be deleted",
     "data.harbor_train_limit": "data.harbor.train_limit",
     "data.harbor_val_limit": "data.harbor.val_limit",
     "data.train_harbor_dir": "data.harbor.train_dir",
@@ -196,7 +206,8 @@ SUCCESSORS: Mapping[str, str] = {
     "remote_agent.harbor_server_timeout": "remote_agent.harbor.server_timeout_s",
     "remote_agent.harbor_server_trials": "remote_agent.harbor.server_trials",
     "remote_agent.harbor_server_url": "remote_agent.harbor.server_url",
-    "remote_agent.harbor_server_urls": "remote_agent.harbor.server_urls",
+    "remote_agent.harbor.server_urls": "remote_agent.harbor.server_url, a list",
+    "remote_agent.harbor_server_urls": "remote_agent.harbor.server_url, a list",
     **{
         f"remote_agent.{name}": f"remote_agent.harbor.{name}"
         for name in (
@@ -214,9 +225,11 @@ SUCCESSORS: Mapping[str, str] = {
         for name in ("pass_env", "grace_s", "log_bytes", "limits")
     },
     "remote_agent.verifiers.process": "remote_agent.verifiers.program",
+    "data.harbor.overwrite": "data.harbor.cache_dir, which can be deleted",
+    "remote_agent.kubernetes.node_selector": "remote_agent.kubernetes.pod, as nodeSelector",
     "remote_agent.llm_proxy_ip": "proxy_server.llm_proxy_ip",
     "remote_agent.placement": "remote_agent.command, remote_agent.kubernetes, remote_agent.ray or "
-    "remote_agent.harbor.server_urls",
+    "remote_agent.harbor.server_url",
     "remote_agent.proxy_server_url": "proxy_server.url",
     "rollout.n": "rollout.group_size",
     "rollout.prefix": "rollout.producer, with the target examples.branching.producers:prefixes",
@@ -257,6 +270,7 @@ SUCCESSORS_BY_LAST_NAME: Mapping[str, str] = {
     "summaries": "remote_agent.credit.function, as in benchmarks/compaction/masked.py",
     "swarm_mode_sample_collection_max_cached_episodes": "swarm.max_collected",
     "swarm_mode_sample_collection_method": "swarm.stop_rule",
+    **dict.fromkeys(("top_k", "top_p"), "rollout.temperature, because all tokens are sampled from"),
     "tail_batch_trigger_size": "rollout.tail_groups",
     "test_freq": "eval.every",
     "tool_format": "proxy_server.renderer",
@@ -294,12 +308,18 @@ def load(
     environment: Mapping[str, str] | None = None,
 ) -> TrainerConfig:
     """The configuration from the YAML files, the environment and the command line. Later files
-    override earlier ones. A model of the hub is downloaded; its path is that of its folder.
+    override earlier ones. Raises ConfigError as `checked`."""
+    return checked(Sources(paths, overrides, environment))
+
+
+def checked(sources: Sources) -> TrainerConfig:
+    """The configuration from its sources. A model of the hub is downloaded; its path is that of
+    its folder.
 
     Raises:
         ConfigError: names all wrong keys, or says why the model cannot be downloaded.
     """
-    values, origin = merged(paths, overrides, environment or {})
+    values, origin = sources.values, sources.origin
     if isinstance(trainer := values.get("trainer"), Mapping) and trainer.get("deterministic"):
         sum_in_one_order()
     try:

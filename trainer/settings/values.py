@@ -10,6 +10,7 @@ This module imports nothing of the trainer's own sections, which need seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +44,43 @@ VERL_NAMES: Mapping[str, str] = {
 command line overrides them."""
 
 
-def merged(
-    paths: Sequence[Path], overrides: Sequence[str], environment: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of all sources, and for each key the source that set it. Later files override
-    earlier ones.
+class Sources:
+    """The sources of a configuration. They are read once, when they are first asked for.
 
-    Raises:
-        ConfigError: a source cannot be read.
+    Example: Sources([Path("run.yaml")], ["trainer.steps=3"], os.environ).values
     """
-    sources = [(f"{path}", _from_yaml(path)) for path in paths]
-    sources.append(("the environment", _from_environment(environment)))
-    sources.append(("the command line", _from_command_line(overrides)))
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for name, each in sources:
-        _merge(values, each, "", name, origin)
-    return values, origin
+
+    def __init__(
+        self,
+        paths: Sequence[Path] = (),
+        overrides: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Later files override earlier ones, the environment the files, and `overrides` all."""
+        self.paths = paths
+        self.overrides = overrides
+        self.environment = environment or {}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of all sources. Raises ConfigError: a source cannot be read."""
+        return self._merged[0]
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """For each key, the source that set it. Raises ConfigError as `values`."""
+        return self._merged[1]
+
+    @cached_property
+    def _merged(self) -> tuple[dict[str, Any], dict[str, str]]:
+        sources = [(f"{path}", _from_yaml(path)) for path in self.paths]
+        sources.append(("the environment", _from_environment(self.environment)))
+        sources.append(("the command line", _from_command_line(self.overrides)))
+        values: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        for name, each in sources:
+            _merge(values, each, "", name, origin)
+        return values, origin
 
 
 def shown(key: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from agent_loop.extras.environments.openenv_agent import INSTRUCTIONS, OpenEnvCall
 from agent_loop.launchers.agent_process import ProgramConfig, agent_result, call_agent
-from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig, OwnTasks
+from agent_loop.launchers.protocol import OVERHEAD_S, HeldOut, LauncherConfig, OwnTasks
 from agent_loop.processes.functions import function_host, returned
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentResult, Trial
@@ -20,7 +20,7 @@ from agent_loop.records import AgentResult, Trial
 TARGET = "agent_loop.extras.environments.openenv_agent:play"
 
 
-class OpenEnvConfig(ProgramConfig, LauncherConfig):
+class OpenEnvConfig(ProgramConfig, HeldOut, LauncherConfig):
     """Example: OpenEnvConfig(url="http://127.0.0.1:8000", seeds=1000)"""
 
     url: str = Field(pattern="^https?://[^/]+.*[^/]$")
@@ -28,8 +28,6 @@ class OpenEnvConfig(ProgramConfig, LauncherConfig):
     seeds: int = Field(1000, ge=1)
     """Number of tasks if the section `data` names none: a reset of the environment with the seed
     0, 1, …"""
-    held_out: int = Field(0, ge=0)
-    """Number of these tasks, the first ones, that are held out for evaluation."""
     max_steps: int = Field(50, ge=1)
     """Maximum number of answers of the model in an episode."""
     instructions: str = INSTRUCTIONS

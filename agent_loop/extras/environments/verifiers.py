@@ -19,7 +19,7 @@ from pydantic import Field
 
 from agent_loop.errors import LaunchError, TaskFileError
 from agent_loop.launchers.agent_process import ProgramConfig, agent_result, call_agent
-from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig, OwnTasks
+from agent_loop.launchers.protocol import OVERHEAD_S, HeldOut, LauncherConfig, OwnTasks
 from agent_loop.processes.environment import inherited_environment
 from agent_loop.processes.functions import RETURNED_BYTES, returned
 from agent_loop.processes.host import PROCESS, Ended, ProcessConfig, ProcessHost
@@ -106,12 +106,9 @@ class VerifiersEnvironment(Section):
                 )
 
 
-class VerifiersConfig(VerifiersEnvironment, LauncherConfig):
+class VerifiersConfig(VerifiersEnvironment, HeldOut, LauncherConfig):
     """Example: VerifiersConfig(env="gsm8k-v1", harness="null")"""
 
-    held_out: int = Field(0, ge=0)
-    """Number of tasks, the first ones, that are held out for evaluation, if the section `data`
-    names no tasks."""
     program: ProgramConfig = ProgramConfig()
     """The process of an episode."""
 

@@ -76,11 +76,9 @@ class HarborConfig(LauncherConfig):
     folder."""
     reward_key: str = "reward"
     """Which of the verifier's rewards is used for training; the others are recorded."""
-    server_url: str | None = None
+    server_url: str | tuple[str, ...] | None = None
     """URL of a harbor-server; its token, if it has one, is read from HARBOR_SERVER_TOKEN, or from
-    the file that HARBOR_SERVER_TOKEN_FILE names."""
-    server_urls: tuple[str, ...] = ()
-    """URLs of several harbor-servers with the same token, in place of `server_url`. A trial
+    the file that HARBOR_SERVER_TOKEN_FILE names. Or a list of servers with the same token: a trial
     goes to the one that has the fewest of this run's trials and answers."""
     server_trials: int | None = Field(None, ge=1)
     """Maximum number of this run's trials at each server at the same time; further trials wait in
@@ -114,7 +112,6 @@ class HarborLauncher:
         self._open: HarborServers | None = None
         given = {
             "server_url": settings.server_url,
-            "server_urls": list(settings.server_urls),
             "use_local_trial": settings.use_local_trial,
         }
         if sum(map(bool, given.values())) != 1:
@@ -243,10 +240,11 @@ class HarborLauncher:
 
     def _servers(self) -> HarborServers:
         if self._open is None:
-            one, several = self._settings.server_url, self._settings.server_urls
-            urls = several if one is None else (one,)
+            given = self._settings.server_url or ()
             self._open = HarborServers(
-                urls, self._settings.server_trials, self._settings.server_timeout_s
+                (given,) if isinstance(given, str) else given,
+                self._settings.server_trials,
+                self._settings.server_timeout_s,
             )
         return self._open
 

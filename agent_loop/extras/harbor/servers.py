@@ -95,7 +95,7 @@ class HarborServers:
         raise LaunchError(
             f"harbor: none of {len(self)} servers answers: "
             f"{', '.join(server.url for server in self._servers)}; start them, or correct "
-            "remote_agent.harbor.server_urls"
+            "remote_agent.harbor.server_url"
         )
 
     async def _changed(self) -> None:

@@ -44,9 +44,7 @@ class HarborDataConfig(TaskFolders):
     """Folders whose immediate subfolders are held-out Harbor tasks."""
     cache_dir: Path | None = None
     """Folder for Parquet copies of the tasks; a copy is used as long as the task folders are
-    unchanged. None: read the task folders each time."""
-    overwrite: bool = False
-    """Read the task folders again and replace the Parquet copy."""
+    unchanged, and can be deleted. None: read the task folders each time."""
     data_source: str = ""
     """Name of the source of the tasks; empty: the folder's name."""
     ability: str = "agent"
@@ -159,7 +157,7 @@ def _rows(root: Path, config: HarborDataConfig, folders: Sequence[Path]) -> list
     from pyarrow import parquet
 
     path = config.cache_dir / f"{root.name}-{_signature(folders)}.parquet"
-    if path.is_file() and not config.overwrite:
+    if path.is_file():
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
         return rows
     rows = list(map(_row, folders))

@@ -24,7 +24,7 @@ from agent_loop.extras.judge.models import (
     PolicyJudge,
     ServedJudge,
 )
-from agent_loop.model_api import chat_completion
+from agent_loop.model_api import BearerKey, chat_completion
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.reward_values import number
 from agent_loop.rewards.grader import answers
@@ -49,7 +49,7 @@ End with one line of the form `Reward: <number>`, from {low:g} (failed) to {high
 _REWARD = re.compile(r"reward\s*[:=]\s*\**\s*([-+]?[\d.]*\d(?:e[-+]?\d+)?)", re.IGNORECASE)
 
 
-class JudgeConfig(JudgeSection):
+class JudgeConfig(BearerKey, JudgeSection):
     """Example: JudgeConfig(base_url="https://…/v1", model="judge", api_key_env="JUDGE_KEY")"""
 
     base_url: str | None = None
@@ -61,8 +61,6 @@ class JudgeConfig(JudgeSection):
     """The policy itself is the judge, in a session of kind `eval`, which is never trained."""
     model: str | None = None
     """Name of the model at `base_url`."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the API key of `base_url`."""
     engine: VllmConfig = VllmConfig()
     """The vLLM server of `checkpoint`, on the trainer's machine; give it a GPU by `env`."""
     criteria: str = "Judge whether the task was done, and done well."
@@ -76,8 +74,6 @@ class JudgeConfig(JudgeSection):
     max_answers_chars: int = Field(40_000, ge=100)
     """Maximum number of characters of the agent's messages that the judge is shown; of a longer
     text, it is shown the end."""
-    timeout_s: float = Field(120.0, gt=0)
-    """Seconds for one answer."""
     attempts: int = Field(3, ge=1)
     """Maximum number of requests per trial; a request is repeated if the judge is busy or does not
     answer in the requested form."""

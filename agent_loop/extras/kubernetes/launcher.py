@@ -50,7 +50,8 @@ from agent_loop.launchers.protocol import OVERHEAD_S
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.processes.supervisor import BoundedLog
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
-from agent_loop.reward_values import graded
+from agent_loop.reward_values import RewardKey, graded
+from proxy.settings.reaching import Patience
 
 END_TIMEOUT_S = 30.0
 """Seconds that a Job may take to disappear, in addition to `grace_s`."""
@@ -68,7 +69,7 @@ Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
-class KubernetesConfig(JobSettings):
+class KubernetesConfig(RewardKey, Patience, JobSettings):
     """Example: KubernetesConfig(image="registry.local/agent:1", argv=("agent", "{prompt}"))"""
 
     jobs: int = Field(100, ge=1)
@@ -76,11 +77,6 @@ class KubernetesConfig(JobSettings):
     kubeconfig: Path | None = None
     """The file that names the cluster. None: the cluster of this pod, with its service account,
     or the user's own kubeconfig."""
-    patience_s: float = Field(60.0, ge=0)
-    """Seconds that a request is repeated while the API does not answer."""
-    key: str = "reward"
-    """Which entry is used for training if the container's termination message, as JSON, is a
-    dictionary."""
 
     @property
     def process_keys(self) -> frozenset[str]:

@@ -22,7 +22,7 @@ from pydantic import Field, field_validator, model_validator
 from agent_loop.errors import LaunchError
 from agent_loop.launchers.agent_process import session_variables
 from agent_loop.launchers.protocol import LauncherConfig
-from agent_loop.processes.environment import expand
+from agent_loop.processes.environment import Variables, expand
 from agent_loop.records import Trial
 from proxy.machine.direct_hosts import with_direct_hosts
 
@@ -51,11 +51,15 @@ PULL_FAILS = ("ErrImagePull", "ImagePullBackOff")
 """Reasons why it waits while its image is tried again: the name may be wrong, or a registry that
 many pods ask at once may refuse for minutes."""
 
+TTL_S = 600
+"""Seconds after which Kubernetes deletes the Job of an agent that has ended: long enough for a look
+at its pod."""
+
 Object = dict[str, Any]
 """A resource of Kubernetes, as parsed JSON."""
 
 
-class JobSettings(LauncherConfig):
+class JobSettings(Variables, LauncherConfig):
     """The part of the launcher's section that a Job is made of."""
 
     image: str = Field(min_length=1)
@@ -63,24 +67,18 @@ class JobSettings(LauncherConfig):
     argv: tuple[str, ...] = ()
     """The program and its arguments; empty: the image's own entry point. `{prompt}`,
     `{task_file}`, `{model}`, `{base_url}`, `{api_key}`, `{task.FIELD}`, … are replaced."""
-    env: Mapping[str, str] = Field(default_factory=dict)
-    """Additional environment variables; placeholders are replaced."""
     resources: Mapping[str, Mapping[str, str]] = Field(default_factory=dict)
     """The container's `requests` and `limits`, such as `{requests: {cpu: "1", memory: 2Gi}}`."""
-    node_selector: Mapping[str, str] = Field(default_factory=dict)
-    """Labels of the nodes on which pods may run."""
     labels: Mapping[str, str] = Field(default_factory=dict)
     """Additional labels of Jobs and pods, for example those that a network policy admits."""
     pod: Mapping[str, Any] = Field(default_factory=dict)
-    """Further fields of the pod's specification, such as `tolerations`, `imagePullSecrets` or
-    `runtimeClassName`."""
+    """Further fields of the pod's specification, such as `nodeSelector`, `tolerations`,
+    `imagePullSecrets` or `runtimeClassName`."""
     namespace: str | None = None
     """The namespace of the Jobs. None: that of the kubeconfig, or of this process's own pod."""
     start_timeout_s: float = Field(1800.0, gt=0)
     """Seconds that a trial may wait for one of the run's `jobs`, and again for a node and for the
     image."""
-    ttl_s: int = Field(600, ge=0)
-    """Seconds after which Kubernetes deletes the Job of an agent that has ended."""
 
     @property
     def needs_prompt(self) -> bool:
@@ -124,7 +122,7 @@ def job_object(settings: JobSettings, trial: Trial, run: str, grace_s: int) -> O
         "spec": {
             "backoffLimit": 0,
             "activeDeadlineSeconds": math.ceil(end_s),
-            "ttlSecondsAfterFinished": settings.ttl_s,
+            "ttlSecondsAfterFinished": TTL_S,
             "template": {"metadata": metadata, "spec": _pod(settings, trial, name, grace_s)},
         },
     }
@@ -187,7 +185,6 @@ def _pod(settings: JobSettings, trial: Trial, name: str, grace_s: int) -> Object
         **more,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace_s,
-        "nodeSelector": {**more.get("nodeSelector", {}), **settings.node_selector},
         "tolerations": [*more.get("tolerations", []), *({**each, **soon} for each in lost)],
         "containers": [container],
         "volumes": [{"name": "task", "secret": {"secretName": name, "items": items}}],

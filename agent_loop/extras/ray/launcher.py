@@ -20,7 +20,7 @@ import io
 import socket
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +29,14 @@ from typing import Any
 from pydantic import Field
 
 from agent_loop.errors import LaunchError
-from agent_loop.launchers.agent_process import ProgramConfig, agent_result, run_agent
+from agent_loop.launchers.agent_process import agent_result, run_agent
+from agent_loop.launchers.command import ArgvConfig
 from agent_loop.launchers.lifeline import Lifeline, LifelineAddress, LifelineListener
-from agent_loop.launchers.protocol import OVERHEAD_S, LauncherConfig
+from agent_loop.launchers.protocol import OVERHEAD_S
 from agent_loop.processes.host import END_TIMEOUT_S, PROCESS, Ended, ProcessConfig, ProcessHost
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
+from proxy.settings.reaching import RayResources
 
 LOST_S = 100.0
 """Seconds in addition to `grace_s` after which an agent counts as out of reach: more than the 90 s
@@ -43,11 +45,9 @@ COLLECT_S = 300.0
 """Seconds after an agent's end within which its node has sent what it left."""
 
 
-class RayConfig(ProgramConfig, LauncherConfig):
+class RayConfig(RayResources, ArgvConfig):
     """Example: RayConfig(argv=("my-agent", "{prompt}"), num_cpus=0.5)"""
 
-    argv: tuple[str, ...] = Field(min_length=1)
-    """The program and its arguments, on the node. Placeholders are replaced there."""
     address: str = "auto"
     """The cluster: `HOST:PORT` of its head, or `auto`: the cluster of this machine or of
     RAY_ADDRESS. With `cluster.backend: ray`, it is the run's own cluster."""
@@ -58,18 +58,10 @@ class RayConfig(ProgramConfig, LauncherConfig):
     memory_bytes: int = Field(0, ge=0)
     """Bytes of memory that Ray reserves for an agent on its node; 0: none.
     `process.limits.memory_bytes` bounds what it uses."""
-    resources: Mapping[str, float] = Field(default_factory=dict)
-    """Ray's custom resources that an agent reserves on its node, such as `{agents: 1}`."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds that a trial waits for one of `agents`, and then for a node with room."""
     workspace_bytes: int = Field(64 << 20, ge=0)
     """Maximum size of the agent's working directory, which is copied back for the reward."""
-
-    @property
-    def needs_prompt(self) -> bool:
-        """True if the command contains `{prompt}` or TASK_PROMPT."""
-        texts = (*self.argv, *self.env.values())
-        return any("{prompt}" in text or "TASK_PROMPT" in text for text in texts)
 
     @property
     def warning(self) -> str:

@@ -103,11 +103,14 @@ class VerlSampling(SamplingConfig):
     """verl's sampling parameters; temperature 0 is allowed, because validation may be greedy."""
 
     temperature: float = Field(1.0, ge=0)
+    top_p: float = 1.0
+    top_k: int = -1
     repetition_penalty: float = 1.0
 
     @property
     def pinned(self) -> dict[str, float | int]:
-        return {**super().pinned, "repetition_penalty": self.repetition_penalty}
+        own = {"top_p": self.top_p, "top_k": self.top_k}
+        return {**super().pinned, **own, "repetition_penalty": self.repetition_penalty}
 
 
 class Recorder:

@@ -50,7 +50,7 @@ async def two_servers(
 
 
 def launcher_on(urls: list[str], **settings: object) -> HarborLauncher:
-    given = {"agent_name": "waits", "server_urls": urls, **settings}
+    given = {"agent_name": "waits", "server_url": urls, **settings}
     return HarborLauncher(HarborConfig.model_validate(given))
 
 
@@ -176,8 +176,8 @@ async def test_trial_fails_with_all_addresses_if_no_server_answers(trial: Trials
     await launcher.close()
 
 
-def test_one_server_and_several_are_refused_together() -> None:
-    both = {"agent_name": "oracle", "server_url": "http://a", "server_urls": ["http://b"]}
+def test_servers_and_a_local_trial_are_refused_together() -> None:
+    both = {"agent_name": "oracle", "server_url": ["http://a", "http://b"], "use_local_trial": True}
     config = HarborConfig.model_validate(both)
-    with pytest.raises(ConfigurationError, match=r"server_urls=\['http://b'\]"):
+    with pytest.raises(ConfigurationError, match=r"server_url=\('http://a', 'http://b'\)"):
         HarborLauncher(config)

@@ -91,7 +91,7 @@ async def test_agent_that_ends_by_itself(cluster: FakeKubernetes, trial: Trial) 
     assert (result.end, result.error, result.wall_s) == (AgentEnd.EXITED, None, 7.0)
     assert (result.reward, result.reward_parts) == (0.5, {"reward": 0.5, "style": 1.0})
     assert (trial.directory / "agent.log").read_bytes() == cluster.logs
-    assert cluster.deleted == []  # Kubernetes deletes it after `ttl_s`
+    assert cluster.deleted == []  # Kubernetes deletes it after TTL_S
 
 
 async def test_job_and_secret_are_valid_and_the_key_is_in_the_secret_only(
@@ -102,9 +102,12 @@ async def test_job_and_secret_are_valid_and_the_key_is_in_the_secret_only(
         "argv": ["agent", "--task", "{task_file}", "echo $(X) $$", "key={api_key}"],
         "env": {"WHAT": "{prompt}", "ANTHROPIC_API_KEY": "{api_key}"},
         "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi"}},
-        "node_selector": {"pool": "agents"},
         "labels": {"app": "agent"},
-        "pod": {"imagePullSecrets": [{"name": "registry"}], "tolerations": [{"key": "spot"}]},
+        "pod": {
+            "imagePullSecrets": [{"name": "registry"}],
+            "nodeSelector": {"pool": "agents"},
+            "tolerations": [{"key": "spot"}],
+        },
     }
     await run(cluster, trial, ended(), process=ProcessConfig(grace_s=1.5), **settings)
     (job,) = cluster.created

@@ -11,8 +11,9 @@ import yaml
 
 from proxy.engines import vllm_early, vllm_platform
 from trainer import cli
-from trainer.commands.early import engines_to_start
+from trainer.commands.early import engines_to_start, sources_of
 from trainer.run.folder import RunFolder
+from trainer.settings import values as values_of_sources
 
 
 def file(folder: Path, values: Any) -> Path:
@@ -51,21 +52,40 @@ def test_engines_start_early_only_if_the_run_starts_them_here(
     environment: Mapping[str, str],
     replicas: int,
 ) -> None:
-    assert engines_to_start([file(tmp_path, values)], words, environment)[0] == replicas
+    assert engines_to_start(sources_of([file(tmp_path, values)], words, environment))[0] == replicas
 
 
 def test_early_engines_have_the_variables_of_the_configuration(tmp_path: Path) -> None:
     config = file(tmp_path, {"engine": {"env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}})
-    assert engines_to_start([config], [], {}) == (1, {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    assert engines_to_start(sources_of([config], [], {})) == (1, {"VLLM_LOGGING_LEVEL": "DEBUG"})
 
 
 def test_run_that_continues_starts_the_engines_of_its_own_configuration(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     folder.config.write_text(yaml.safe_dump({"engine": {"replicas": 2}}))
     words = ["resume", str(folder.path)]
-    assert engines_to_start([], words, {}) == (2, {})
-    assert engines_to_start([], [*words, "engine.replicas=3"], {}) == (3, {})
-    assert engines_to_start([], ["resume", str(tmp_path / "none")], {}) == (0, {})
+    assert engines_to_start(sources_of([], words, {})) == (2, {})
+    assert engines_to_start(sources_of([], [*words, "engine.replicas=3"], {})) == (3, {})
+    nowhere = sources_of([], ["resume", str(tmp_path / "none")], {})
+    assert engines_to_start(nowhere) == (0, {})
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_command_reads_its_configuration_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.config.write_text(yaml.safe_dump({"model": {"path": "m"}, "engine": {"urls": ["x"]}}))
+    read: list[Path] = []
+
+    def read_yaml(path: Path) -> Any:
+        read.append(path)
+        return yaml.safe_load(path.read_text())
+
+    monkeypatch.setattr(values_of_sources, "read_yaml", read_yaml)
+    words = ["resume", str(folder.path)] if resumes else ["--config", str(folder.config)]
+    assert cli.main([*words, "trainer.steps=0"]) == 2
+    assert read == [folder.config]
 
 
 @pytest.mark.parametrize("platform", [vllm_platform.CPU, vllm_platform.GPU])

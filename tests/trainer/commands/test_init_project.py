@@ -11,6 +11,7 @@ import yaml
 from trainer.cli import main
 from trainer.commands.init_project import EXAMPLES, kinds
 from trainer.settings.sources import load
+from trainer.settings.values import Sources
 from trainer.start import check_only
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +28,7 @@ def test_written_project_passes_the_check(
     config = load([Path("agentic_trainer.yaml")])
     if config.remote_agent.command is not None:
         _install(config.remote_agent.command.argv[0], tmp_path / "bin", monkeypatch)
-    check_only([Path("agentic_trainer.yaml")], ["trainer.device=cpu"], {})
+    check_only(Sources([Path("agentic_trainer.yaml")], ["trainer.device=cpu"], {}))
     assert config.remote_agent.private_files == [folder / "verify.py"]
 
 

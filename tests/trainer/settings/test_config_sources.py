@@ -232,7 +232,10 @@ def test_configuration_without_an_agent_is_refused(tmp_path: Path) -> None:
 
 
 def test_truncated_sampling_is_refused(file: Path) -> None:
-    assert "rollout.top_p=0.9" in error_of(file, "rollout.top_p=0.9")
+    for key in ("rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=5"):
+        said = error_of(file, key)
+        assert key in said
+        assert "here it is rollout.temperature, because all tokens are sampled from" in said
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "a: [", "just text"])
@@ -341,12 +344,16 @@ def test_flat_keys_of_verls_recipe_are_told_their_section(tmp_path: Path) -> Non
             "remote_agent.verifiers.program",
         ),
         ("agents.shop.command.grace_s=1", "agents.shop.process.grace_s"),
+        ("remote_agent.harbor={agent_name: a, server_urls: [u]}", "remote_agent.harbor.server_url"),
+        (
+            "remote_agent.kubernetes={image: a, node_selector: {a: b}}",
+            "remote_agent.kubernetes.pod",
+        ),
+        ("data.harbor={overwrite: true}", "data.harbor.cache_dir, which can be deleted"),
         ("agents.shop.harbor_server_url=http://h:1", "agents.shop.harbor.server_url"),
     ],
 )
-def test_keys_of_a_process_under_a_launcher_are_told_their_section(
-    file: Path, given: str, here: str
-) -> None:
+def test_key_that_moved_is_refused_with_its_new_place(file: Path, given: str, here: str) -> None:
     assert f"there is no such key; here it is {here}" in error_of(file, given)
 
 
@@ -382,11 +389,11 @@ def test_trees_and_prefixes_are_refused_with_their_successor(file: Path, words: 
 def test_contradictions_between_sections_are_reported_at_once_each_with_its_keys(
     file: Path,
 ) -> None:
-    overrides = ["rollout.top_p=0.9", "engine.sleep=true", "trainer.mode=separate"]
+    overrides = ["engine.replicas=0", "engine.sleep=true", "trainer.mode=separate"]
     with pytest.raises(ConfigError) as caught:
         load([file], [*overrides, "rollout.group_size=1"])
     keys = [problem.partition(":")[0] for problem in caught.value.problems]
-    assert keys == ["engine.sleep", "rollout.top_p=0.9, rollout.top_k=-1", "rollout.group_size=1"]
+    assert keys == ["engine.replicas=0", "engine.sleep", "rollout.group_size=1"]
 
 
 AGENT = "agents.shop.command.argv=[agent]"

@@ -63,8 +63,11 @@ def test_page_of_keys_is_up_to_date_with_the_code() -> None:
 
 
 def test_page_lists_what_several_sections_have_in_common_once() -> None:
-    listed = re.findall(r"^- `([^`]+)` \(", PAGE.read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(key.path for key in KEYS)
+    listed = re.findall(r"^- (?:\*\*)?`([^`]+)`(?:\*\*)? \(", PAGE.read_text(), re.MULTILINE)
+    headings = re.findall(
+        r"^<summary>([\w.]+): \d+ keys</summary>\n\n(?!- )", PAGE.read_text(), re.M
+    )
+    assert sorted([*listed, *headings]) == sorted(key.path for key in KEYS)
     definitions = [key.definition for key in LISTED]
     assert set(definitions) == {key.definition for key in ALL_KEYS}
     assert len(definitions) == len(set(definitions))
@@ -75,12 +78,12 @@ def test_page_lists_what_several_sections_have_in_common_once() -> None:
     [
         ("data.val_sources", "Its keys are those of `data.train_sources`."),
         ("proxy_server.rules", "Its keys are those of `rules` of the proxy."),
-        ("remote_agent.python", "`env`, `template` as in `remote_agent.command`."),
+        ("remote_agent.python", "Also `env`, `template`, as in `remote_agent.command`."),
         ("remote_agent.verifier.limits", "Its keys are those of `remote_agent.process.limits`."),
     ],
 )
 def test_section_says_where_the_keys_are_that_it_has_in_common(section: str, said: str) -> None:
-    (line,) = re.findall(rf"^- `{re.escape(section)}` .*$", PAGE.read_text(), re.MULTILINE)
+    (line,) = re.findall(rf"^- \*\*`{re.escape(section)}`.*$", PAGE.read_text(), re.MULTILINE)
     assert line.endswith(said)
 
 
@@ -90,7 +93,7 @@ def test_section_begins_with_the_keys_that_people_set(heading: str) -> None:
     section = PAGE.read_text().partition(f"\n{heading}\n")[2].partition("\n#")[0]
     first, folded, _ = section.partition("<details")
     assert folded
-    paths = re.findall(r"^- `([^`]+)`", first, re.MULTILINE)
+    paths = re.findall(r"^- (?:\*\*)?`([^`]+)`", first, re.MULTILINE)
     marked = [key.path for key in KEYS if key.path.startswith(f"{name}.") and key.is_common]
     assert paths == marked
     assert 2 <= len(paths) <= 6
@@ -120,7 +123,7 @@ def test_every_key_is_used_with_its_section_in_a_test_an_example_or_a_benchmark(
         ("algorithm.correction.reject", REJECTIONS.names),
         ("algorithm.preset", PRESETS),
         ("engines.kind", ENGINES),
-        ("rendering.renderer", ["auto", "template", "qwen3"]),
+        ("proxy_server.renderer", ["auto", "template", "qwen3"]),
         ("store", STORES),
     ],
 )

@@ -9,7 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from proxy.http.web_guard import EVERYWHERE
-from proxy.settings.section import Common, Section
+from proxy.settings.reaching import RayResources, Restarts
+from proxy.settings.section import Common
 from trainer.cluster.cluster import JoiningSection
 from trainer.cluster.proxy_server import ProxyServerConfig
 
@@ -17,7 +18,7 @@ NUMBER = "{number}"
 """In a command or a variable: the worker's number among those of its entry, from 0."""
 
 
-class RelayWorkersConfig(Section):
+class RelayWorkersConfig(RayResources):
     """Workers that are started alike.
 
     Example: RelayWorkersConfig(command=("ssh", "gpu-7", "agentic-train", "relay-worker"), count=2)
@@ -39,9 +40,6 @@ class RelayWorkersConfig(Section):
     """With Ray and without a `command`: CPUs that Ray reserves for each worker."""
     gpus: float = Field(0.0, ge=0)
     """With Ray and without a `command`: GPUs that Ray reserves for each worker."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """With Ray and without a `command`: resources of the nodes' own that Ray reserves for each
-    worker, such as `site_b: 0.01`, by which workers are sent to a group of nodes."""
 
     @property
     def placed_by_ray(self) -> bool:
@@ -49,7 +47,7 @@ class RelayWorkersConfig(Section):
         return self.cpus != 1.0 or self.gpus > 0 or bool(self.resources)
 
 
-class RelaySection(JoiningSection):
+class RelaySection(Restarts, JoiningSection):
     """Example: RelaySection(workers=[{"command": ["ssh", "gpu-7", "agentic-train", …]}])"""
 
     workers: Common[tuple[RelayWorkersConfig, ...]] = ()
@@ -58,10 +56,7 @@ class RelaySection(JoiningSection):
     """URL by which workers reach the proxy; None: `proxy_server.llm_proxy_ip`, or the proxy's host,
     and its port."""
     restarts: Common[int] = Field(8, ge=0)
-    """Maximum number of times in a run that each worker is started again after it has ended: after
-    1 s, 2 s, 4 s, up to a minute."""
     start_timeout_s: Common[float] = Field(900.0, gt=0)
-    """Seconds that a worker may take to load its engine and connect to the proxy."""
 
     @property
     def count(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.runs import reporting
+from trainer.settings.values import Sources
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -22,4 +23,4 @@ def main(arguments: argparse.Namespace) -> int:
 def _train(configs: Sequence[Path], words: Sequence[str]) -> int:
     from trainer.start import begin
 
-    return begin(configs, ["sft={}", *words], os.environ)
+    return begin(Sources(configs, ["sft={}", *words], os.environ))

@@ -92,18 +92,6 @@ def test_task_folder_is_found_by_its_own_path_then_the_roots_then_the_template(
     assert found() == by_template
 
 
-def test_overwrite_writes_the_cache_again(tmp_path: Path) -> None:
-    write_task(tmp_path / "set", "a")
-    cache = tmp_path / "cache"
-    config = HarborDataConfig(cache_dir=cache)
-    read_harbor_dir(tmp_path / "set", config)
-    (cached,) = cache.iterdir()
-    cached.write_bytes(b"spoilt")
-    again = config.model_copy(update={"overwrite": True})
-    assert [task.task_id for task in read_harbor_dir(tmp_path / "set", again)] == ["a"]
-    assert [task.task_id for task in read_harbor_dir(tmp_path / "set", config)] == ["a"]
-
-
 def test_limits_and_the_source_of_training_and_held_out_tasks(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         write_task(tmp_path / "train", name)

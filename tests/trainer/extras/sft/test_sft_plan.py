@@ -12,6 +12,7 @@ from tests.trainer.extras.sft.recorded import write_sessions
 from trainer import start
 from trainer.cluster.device_plan import Gpu
 from trainer.extras.sft import main as main_sft
+from trainer.settings.values import Sources
 
 SMALL = Gpu("made-up", 2 * 2**30)
 """Has room for a rank of the tiny model, and not for an engine beside it."""
@@ -25,7 +26,7 @@ def check(tiny_model: Path, folder: Path, **sections: object) -> str:
         **sections,
     }
     (folder / "sft.yaml").write_text(yaml.safe_dump(settings))
-    return start.check_only([folder / "sft.yaml"], [], {})
+    return start.check_only(Sources([folder / "sft.yaml"], [], {}))
 
 
 def test_plan_of_gpus_has_no_engine(
