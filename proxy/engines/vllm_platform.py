@@ -67,8 +67,9 @@ class EnginePlatform:
         """Variables that a server reads only after it has imported vLLM, so that they can be given
         to one that has started early (`vllm_early.py`)."""
         cache = {self.cache_variable} if self.cache_variable else {"CUDA_VISIBLE_DEVICES"}
-        of_cpus = ("MKL_CBWR", "VLLM_CPU_ATTN_SPLIT_KV")
-        return frozenset({"VLLM_ALLOW_RUNTIME_LORA_UPDATING", *of_cpus, *cache, *self.exact})
+        # vLLM for GPUs reads its own variable while it is imported
+        sums = self.repeatable if self.device == "cpu" else ()
+        return frozenset({"VLLM_ALLOW_RUNTIME_LORA_UPDATING", *sums, *cache, *self.exact})
 
     def server_arguments(self, kv_cache_gib: int | None) -> list[str]:
         gib = kv_cache_gib or self.default_cache_gib

@@ -43,7 +43,12 @@ ROWS = {
     ),
     "more environment with a cache of 3 GiB": ({"VLLM_CPU_KVCACHE_SPACE": "3"}, {}),
     "late": (
-        {"VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_CPU_KVCACHE_SPACE"},
+        {
+            "MKL_CBWR",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+            "VLLM_CPU_ATTN_SPLIT_KV",
+            "VLLM_CPU_KVCACHE_SPACE",
+        },
         {
             "CUDA_VISIBLE_DEVICES",
             "NVIDIA_TF32_OVERRIDE",
@@ -51,6 +56,10 @@ ROWS = {
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
             "VLLM_FLOAT32_MATMUL_PRECISION",
         },
+    ),
+    "repeatable": (
+        {"MKL_CBWR": "AUTO,STRICT", "VLLM_CPU_ATTN_SPLIT_KV": "0"},
+        {"VLLM_BATCH_INVARIANT": "1"},
     ),
     "gives way": (True, False),
     "forks": (True, False),
@@ -77,6 +86,7 @@ def _decided(platform: EnginePlatform) -> dict[str, object]:
         "more environment in float32": _more(platform, "float32", None),
         "more environment with a cache of 3 GiB": _more(platform, "bfloat16", 3),
         "late": platform.late,
+        "repeatable": platform.repeatable,
         "gives way": platform.shares_cores,
         "forks": platform.forks,
         "plan": platform.plans_devices,
