@@ -172,6 +172,12 @@ class DevicePlan:
         part = f" (part {number + 1}/{self.context_parallel} of group {group})"
         name = f"rank {rank}{part if self.context_parallel > 1 else ''}"
         name += f" (copy {rank // self.shards} of the weights)" if self.shards else ""
+        kept = _gib(self.rank.kept_prefix)
+        if self.rank.kept_prefix:
+            unknown += (
+                f"; in pieces, activations {_gib(self.rank.in_pieces)}, of which the longest "
+                f"prefix keeps {kept}"
+            )
         return f"{name}, {_gib(self.rank.total)} ({parts}{unknown})"
 
     def _engine(self, number: int) -> str:
@@ -450,16 +456,14 @@ def _gpus_of_ranks(config: RanksConfig, gpus: Sequence[Gpu], local_ranks: int) -
 def _rank_memory(config: RanksConfig, settings: Any, gpu_bytes: int) -> RankMemory:
     algorithm, lora = config.algorithm, config.model.lora
     refers = algorithm.kl is not None and (algorithm.kl.reference is not None or lora is None)
-    # A sequence that is longer than a micro-batch has a pass of its own.
-    context = config.engine.max_context_tokens or context_limit(settings)
-    longest = max(config.model.max_micro_batch_tokens, context)
     return rank_memory(
         settings,
-        config.model.model_copy(update={"max_micro_batch_tokens": longest}),
+        config.model,
         config.optimizer,
         ranks=config.trainer.ranks,
         context_parallel=config.trainer.context_parallel,
         weight_copies=config.trainer.weight_copies,
+        longest=config.engine.max_context_tokens or context_limit(settings),
         trained_models=1 + (algorithm.critic is not None),
         frozen_models=refers + (algorithm.distillation is not None),
         gpu_bytes=gpu_bytes,

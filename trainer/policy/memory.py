@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from proxy.settings.extra import extra
+from trainer.kept import Kept, Piece
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
 from trainer.policy.compiled_layers import KeptByGraphs
@@ -64,6 +65,11 @@ class RankMemory:
     passes: int | None
     """Activations of a forward and backward pass over the largest micro-batch; None: unknown,
     because the shapes in the model's code depend on values."""
+    kept_prefix: int = 0
+    """Keys, values and states of a prefix as long as the longest sequence, which passes over a tree
+    in pieces hand on, and their gradients; 0 if they are in the machine's memory."""
+    piece: int = 0
+    """Activations of a pass over a piece of such a tree."""
     lacks_fla: bool = False
     """Whether the activations are more because fla, whose kernels the model's linear layers use on
     a GPU, is not installed."""
@@ -77,6 +83,12 @@ class RankMemory:
     def total(self) -> int:
         """The peak of a step, or the known part of it."""
         return self.resident + self.gradients + self.gathered + (self.passes or 0)
+
+    @property
+    def in_pieces(self) -> int:
+        """The most that a pass over a piece of a tree needs in place of `passes`. Not part of the
+        total: it is for a batch whose sequences all share a prefix as long as the longest."""
+        return self.piece + self.kept_prefix
 
     def parts(self) -> Mapping[str, int]:
         """The parts that are not 0, by name."""
@@ -98,13 +110,14 @@ def rank_memory(
     ranks: int = 1,
     context_parallel: int = 1,
     weight_copies: int = 1,
+    longest: int = 0,
     trained_models: int = 1,
     frozen_models: int = 0,
     gpu_bytes: int = 0,
 ) -> RankMemory:
     """The memory of one of `ranks` that train the model of these settings (a checkpoint's
     `config.json`), of which `context_parallel` compute each micro-batch together; the ranks hold
-    `weight_copies` copies.
+    `weight_copies` copies. `longest`: tokens of the longest sequence, which has a pass of its own.
     `trained_models`: the policy, and a critic of its size, whose weights are all trained;
     `frozen_models`: references and teachers of its size; `gpu_bytes`: the memory of its GPU, by
     which chunks of logits are chosen."""
@@ -120,6 +133,8 @@ def rank_memory(
     stored = trained_bytes * (trained_models * count + sum(adapters))
     frozen = frozen_models * count * compute_bytes
     gathered, shards = 0, ranks // weight_copies
+    tokens = max(longest, model.max_micro_batch_tokens)
+    widest = model.model_copy(update={"max_micro_batch_tokens": tokens})
     if ranks > 1:
         gathered = compute_bytes * (count - sum(layers) + 2 * max(layers)) + 4 * max(layers)
     return RankMemory(
@@ -129,7 +144,11 @@ def rank_memory(
         * (_largest(whole, [] if critics else adapters) if optimizer.offload else trained)
         // shards,
         gathered=gathered,
-        passes=_passes(settings, model, context_parallel, gpu_bytes),
+        passes=_passes(settings, widest, context_parallel, gpu_bytes),
+        kept_prefix=0
+        if model.activation_offload
+        else _kept_prefix(settings, model, longest) // context_parallel,
+        piece=_passes(settings, model, context_parallel, gpu_bytes) or 0,
         lacks_fla=has_delta_layers(whole) and not has_fla(),
     )
 
@@ -233,6 +252,69 @@ def _passes(settings: Any, model: ModelConfig, context_parallel: int, gpu_bytes:
     # The others come first in the backward pass, and have freed what they kept when these come.
     first = more + count / depth * (kept - more) + max(other, head)
     return int(max(first, kept + layer))
+
+
+def _kept_prefix(settings: Any, model: ModelConfig, tokens: int) -> int:
+    """Bytes of what is kept of a prefix of this number of tokens, and of its gradients; of linear
+    layers, a state for each micro-batch of it."""
+    if not model.share_prefixes or not tokens:
+        return 0
+    try:
+        elements = _kept_elements(_Settings(settings))
+    except RuntimeError as error:  # all that FakeTensorMode raises
+        _log.info("the prefixes of %s are not estimated: %s", settings.model_type, error)
+        return 0
+    states, kinds = 0, list(getattr(settings, "layer_types", None) or ())
+    if linear := kinds.count("linear_attention"):
+        size = settings.linear_num_value_heads * settings.linear_key_head_dim
+        forks = tokens // model.max_micro_batch_tokens + 1
+        states = 2 * 4 * linear * forks * size * settings.linear_value_head_dim
+    each = DTYPES[model.compute_dtype].itemsize + 4  # the gradients are float32
+    return int(tokens * elements * each) + states
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_elements(given: _Settings) -> float:
+    """Number of elements of a token's keys and values in all layers of attention."""
+    settings, period = given.settings, _pattern(given)
+    depth = settings.num_hidden_layers
+    once = _entered(with_depth(settings, min(period, depth)))
+    if 2 * period > depth:
+        return _entered(settings)
+    more = _entered(with_depth(settings, 2 * period)) - once
+    return float(once + (depth / period - 1) * more)
+
+
+def _entered(settings: Any) -> float:
+    at = torch.arange(KEPT_TOKENS)
+    none = torch.zeros(0, dtype=torch.int64)
+    counter = _Counter(0, (), none, none, Kept())
+    layout = Layout(torch.full_like(at, KEPT_TOKENS), KEPT_TOKENS, piece=counter)
+    for part in ("runs", "parents", "parent_runs", "depths"):
+        getattr(layout, part)
+    micro = MicroBatch(at * 0, at, layout, none, none)
+    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights(), torch.no_grad():
+        network = AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=torch.bfloat16)
+        use_packed_rows(network)
+        CausalScorer(network.eval(), torch.bfloat16)(micro, none, 1.0)
+    return sum(counter.elements) / KEPT_TOKENS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Counter(Piece):
+    """Counts the elements of keys and values, and keeps nothing."""
+
+    elements: list[int] = field(default_factory=list)
+
+    def entered(
+        self, layer: Hashable, *rows: Tensor, dim: int, chosen: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        if chosen is None:
+            self.elements.extend(each.numel() for each in rows)
+        return rows
+
+    def reached(self, width: int) -> Tensor:
+        return self.open_rows
 
 
 @functools.lru_cache(maxsize=8)

@@ -215,3 +215,16 @@ def test_weights_of_a_tied_output_layer_are_counted_once() -> None:
     model, optimizer = ModelConfig(path=Path("unused")), OptimizerConfig()
     sizes = [rank_memory(each, model, optimizer).weights for each in (untied, tied)]
     assert sizes[0] - sizes[1] == 4 * shared
+
+
+def test_kept_prefix_is_its_keys_and_values_with_float32_gradients() -> None:
+    config = ModelConfig(path=Path("unused"), max_micro_batch_tokens=TOKENS)
+    tokens = 16 * TOKENS
+    found = rank_memory(SETTINGS, config, OptimizerConfig(), longest=tokens)
+    per_token = SIZES["num_hidden_layers"] * 2 * SIZES["num_key_value_heads"] * SIZES["head_dim"]
+    assert found.kept_prefix == tokens * per_token * (4 + 4)
+    assert found.passes is not None
+    assert 0 < found.piece < found.passes / 4
+    on_host = config.model_copy(update={"activation_offload": True})
+    assert rank_memory(SETTINGS, on_host, OptimizerConfig(), longest=tokens).kept_prefix == 0
+    assert found.in_pieces == found.piece + found.kept_prefix
