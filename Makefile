@@ -36,7 +36,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent red-team check format docs starter dist images locks sbom clean
+.PHONY: help setup train train-claude-code train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent red-team check format docs starter dist images locks sbom clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -71,6 +71,7 @@ starter: setup
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out examples/mini_swe_agent/model
 	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 3840 --epochs 4 --batch 16 --max-loss 0.08 --out benchmarks/compaction/model
+	$(BIN)/python -m examples.starter_model --expert examples.claude_code.expert:transcript --transcripts 3840 --max-loss 0.2 --context-tokens 4096 --out examples/claude_code/model
 
 dist: setup ## build the wheel and, with npm, the Helm chart in dist/, and the overrides that the extras need
 	rm -rf build dist
@@ -132,6 +133,9 @@ train-harbor: $(AGENTS)/python/.ready harbor ## mini-swe-agent learns in Harbor 
 
 train-mini: $(AGENTS)/python/.ready ## mini-swe-agent from PyPI learns to solve shell tasks
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
+
+train-claude-code: $(AGENTS)/.ready ## Claude Code, unmodified, learns to find, fix, rename and set things in small repositories
+	$(BIN)/agentic-train --config examples/claude_code/agentic_trainer.yaml $(ARGS)
 
 train-pretrained: $(PRETRAINED)/.ready ## Gemma 3 270M learns the quickstart's task; TERMS=accept after reading Google's terms
 	examples/pretrained/train.sh $(ARGS)

@@ -38,6 +38,11 @@ SHIPPED = {
         "examples.mini_swe_agent.expert:transcript",
         ("--epochs", "4"),
     ),
+    "claude_code": Shipped(
+        EXAMPLES / "claude_code/model",
+        "examples.claude_code.expert:transcript",
+        ("--transcripts", "3840", "--max-loss", "0.2", "--context-tokens", "4096"),
+    ),
     "compaction": Shipped(
         EXAMPLES.parent / "benchmarks/compaction/model",
         "benchmarks.compaction.expert:transcript",

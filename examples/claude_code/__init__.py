@@ -1,0 +1,1 @@
+"""Claude Code, unmodified, learns to work on small repositories."""

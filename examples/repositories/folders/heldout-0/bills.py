@@ -1,0 +1,5 @@
+FRAME = "silver"
+
+
+def margin(old, new):
+    return old * new

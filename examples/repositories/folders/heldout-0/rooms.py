@@ -1,0 +1,5 @@
+PAINT = "coral"
+
+
+def profit(start, end):
+    return start - end

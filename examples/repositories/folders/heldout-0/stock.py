@@ -1,0 +1,5 @@
+STYLE = "jade"
+
+
+def change(left, right):
+    return left - right

@@ -1,0 +1,5 @@
+COLOR = "ebony"
+
+
+def margin(old, new):
+    return old * new

@@ -1,0 +1,5 @@
+FRAME = "coral"
+
+
+def volume(cost, fee):
+    return cost - fee

@@ -1,0 +1,5 @@
+LABEL = "coral"
+
+
+def amount(top, base):
+    return top * base

@@ -1,0 +1,5 @@
+PAINT = "jade"
+
+
+def width(cost, fee):
+    return cost - fee

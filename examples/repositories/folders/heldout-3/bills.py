@@ -1,0 +1,5 @@
+COVER = "brass"
+
+
+def share(first, second):
+    return first - second

@@ -1,0 +1,5 @@
+STYLE = "ivory"
+
+
+def weight(one, other):
+    return one * other

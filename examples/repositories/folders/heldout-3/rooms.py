@@ -1,0 +1,5 @@
+FRAME = "coral"
+
+
+def change(price, tax):
+    return price * tax

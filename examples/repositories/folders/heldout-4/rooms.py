@@ -1,0 +1,5 @@
+STYLE = "silver"
+
+
+def credit(left, right):
+    return left - right

@@ -1,0 +1,5 @@
+TITLE = "brass"
+
+
+def total(top, base):
+    return top - base

@@ -1,0 +1,5 @@
+FRAME = "amber"
+
+
+def speed(cost, fee):
+    return cost * fee

@@ -1,0 +1,5 @@
+FRAME = "ebony"
+
+
+def volume(left, right):
+    return left - right

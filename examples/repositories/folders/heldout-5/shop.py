@@ -1,0 +1,5 @@
+COVER = "amber"
+
+
+def change(cost, fee):
+    return cost - fee

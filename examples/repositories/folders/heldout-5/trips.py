@@ -1,0 +1,5 @@
+TITLE = "brass"
+
+
+def credit(first, second):
+    return first + second

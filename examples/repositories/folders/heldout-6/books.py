@@ -1,0 +1,5 @@
+COLOR = "silver"
+
+
+def width(first, second):
+    return first + second

@@ -1,0 +1,5 @@
+PAINT = "amber"
+
+
+def gain(top, base):
+    return top * base

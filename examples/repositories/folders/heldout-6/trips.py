@@ -1,0 +1,5 @@
+FRAME = "brass"
+
+
+def volume(price, tax):
+    return price - tax

@@ -1,0 +1,5 @@
+PAINT = "jade"
+
+
+def margin(old, new):
+    return old + new

@@ -1,0 +1,5 @@
+COVER = "silver"
+
+
+def height(left, right):
+    return left + right

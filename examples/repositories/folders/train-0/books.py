@@ -1,0 +1,5 @@
+METAL = "ebony"
+
+
+def share(first, second):
+    return first - second

@@ -1,0 +1,5 @@
+TITLE = "brass"
+
+
+def volume(price, tax):
+    return price + tax

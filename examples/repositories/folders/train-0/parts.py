@@ -1,0 +1,5 @@
+PAINT = "ivory"
+
+
+def height(old, new):
+    return old + new

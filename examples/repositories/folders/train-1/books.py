@@ -1,0 +1,5 @@
+PAINT = "ebony"
+
+
+def margin(cost, fee):
+    return cost - fee

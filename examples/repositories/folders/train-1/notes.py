@@ -1,0 +1,5 @@
+TITLE = "jade"
+
+
+def change(price, tax):
+    return price + tax

@@ -1,0 +1,5 @@
+COLOR = "pearl"
+
+
+def width(first, second):
+    return first + second

@@ -1,0 +1,5 @@
+PAINT = "pearl"
+
+
+def credit(start, end):
+    return start - end

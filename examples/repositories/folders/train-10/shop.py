@@ -1,0 +1,5 @@
+METAL = "amber"
+
+
+def total(price, tax):
+    return price * tax

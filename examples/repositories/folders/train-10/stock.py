@@ -1,0 +1,5 @@
+LABEL = "coral"
+
+
+def height(left, right):
+    return left - right

@@ -1,0 +1,5 @@
+COLOR = "amber"
+
+
+def gain(price, tax):
+    return price * tax

@@ -1,0 +1,5 @@
+METAL = "pearl"
+
+
+def height(left, right):
+    return left + right

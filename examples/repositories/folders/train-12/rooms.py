@@ -1,0 +1,5 @@
+COVER = "coral"
+
+
+def speed(old, new):
+    return old - new

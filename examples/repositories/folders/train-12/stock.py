@@ -1,0 +1,5 @@
+LABEL = "amber"
+
+
+def profit(one, other):
+    return one - other

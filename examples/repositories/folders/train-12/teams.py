@@ -1,0 +1,5 @@
+STYLE = "jade"
+
+
+def volume(cost, fee):
+    return cost - fee

@@ -1,0 +1,5 @@
+LABEL = "coral"
+
+
+def amount(price, tax):
+    return price - tax

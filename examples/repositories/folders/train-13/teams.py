@@ -1,0 +1,5 @@
+COVER = "pearl"
+
+
+def height(start, end):
+    return start - end

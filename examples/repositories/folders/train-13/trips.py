@@ -1,0 +1,5 @@
+PAINT = "ebony"
+
+
+def speed(old, new):
+    return old + new

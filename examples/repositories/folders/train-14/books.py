@@ -1,0 +1,5 @@
+PAINT = "ivory"
+
+
+def gain(price, tax):
+    return price - tax

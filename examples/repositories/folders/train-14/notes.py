@@ -1,0 +1,5 @@
+STYLE = "silver"
+
+
+def profit(one, other):
+    return one + other

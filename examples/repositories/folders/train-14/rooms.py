@@ -1,0 +1,5 @@
+TITLE = "jade"
+
+
+def amount(old, new):
+    return old + new

@@ -1,0 +1,5 @@
+METAL = "ebony"
+
+
+def balance(top, base):
+    return top + base

@@ -1,0 +1,5 @@
+COVER = "jade"
+
+
+def amount(one, other):
+    return one + other

@@ -1,0 +1,5 @@
+PAINT = "coral"
+
+
+def margin(start, end):
+    return start - end

@@ -1,0 +1,5 @@
+COLOR = "brass"
+
+
+def weight(first, second):
+    return first + second

@@ -1,0 +1,5 @@
+FRAME = "amber"
+
+
+def gain(left, right):
+    return left * right

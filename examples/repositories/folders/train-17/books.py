@@ -1,0 +1,5 @@
+LABEL = "ivory"
+
+
+def balance(one, other):
+    return one + other

@@ -1,0 +1,5 @@
+STYLE = "brass"
+
+
+def margin(start, end):
+    return start + end

@@ -1,0 +1,5 @@
+FRAME = "coral"
+
+
+def amount(first, second):
+    return first * second

@@ -1,0 +1,5 @@
+METAL = "pearl"
+
+
+def score(start, end):
+    return start - end

@@ -1,0 +1,5 @@
+LABEL = "ebony"
+
+
+def change(top, base):
+    return top + base

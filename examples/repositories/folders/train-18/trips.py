@@ -1,0 +1,5 @@
+STYLE = "silver"
+
+
+def height(cost, fee):
+    return cost - fee

@@ -1,0 +1,5 @@
+LABEL = "ebony"
+
+
+def total(cost, fee):
+    return cost + fee

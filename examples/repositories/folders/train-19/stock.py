@@ -1,0 +1,5 @@
+TITLE = "coral"
+
+
+def width(old, new):
+    return old + new

@@ -1,0 +1,5 @@
+METAL = "amber"
+
+
+def profit(first, second):
+    return first - second

@@ -1,0 +1,5 @@
+COVER = "ivory"
+
+
+def profit(first, second):
+    return first * second

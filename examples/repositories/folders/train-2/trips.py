@@ -1,0 +1,5 @@
+FRAME = "silver"
+
+
+def score(top, base):
+    return top * base

@@ -1,0 +1,5 @@
+TITLE = "silver"
+
+
+def margin(one, other):
+    return one + other

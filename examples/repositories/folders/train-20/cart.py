@@ -1,0 +1,5 @@
+METAL = "amber"
+
+
+def height(top, base):
+    return top + base

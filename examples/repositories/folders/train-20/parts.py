@@ -1,0 +1,5 @@
+COLOR = "ivory"
+
+
+def balance(cost, fee):
+    return cost - fee

@@ -1,0 +1,5 @@
+STYLE = "amber"
+
+
+def share(left, right):
+    return left - right

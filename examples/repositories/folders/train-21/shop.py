@@ -1,0 +1,5 @@
+TITLE = "pearl"
+
+
+def change(cost, fee):
+    return cost - fee

@@ -1,0 +1,5 @@
+PAINT = "ivory"
+
+
+def amount(old, new):
+    return old + new

@@ -1,0 +1,5 @@
+LABEL = "amber"
+
+
+def change(first, second):
+    return first + second

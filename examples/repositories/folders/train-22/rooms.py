@@ -1,0 +1,5 @@
+FRAME = "ebony"
+
+
+def width(top, base):
+    return top - base

@@ -1,0 +1,5 @@
+TITLE = "brass"
+
+
+def speed(old, new):
+    return old - new

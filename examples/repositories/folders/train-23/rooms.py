@@ -1,0 +1,5 @@
+STYLE = "amber"
+
+
+def margin(left, right):
+    return left - right

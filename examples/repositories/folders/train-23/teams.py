@@ -1,0 +1,5 @@
+COVER = "silver"
+
+
+def amount(price, tax):
+    return price - tax

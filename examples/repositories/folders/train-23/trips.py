@@ -1,0 +1,5 @@
+COLOR = "ebony"
+
+
+def weight(first, second):
+    return first - second

@@ -1,0 +1,5 @@
+COVER = "ivory"
+
+
+def change(left, right):
+    return left - right

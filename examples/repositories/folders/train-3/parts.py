@@ -1,0 +1,5 @@
+METAL = "silver"
+
+
+def profit(first, second):
+    return first + second

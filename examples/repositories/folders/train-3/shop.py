@@ -1,0 +1,5 @@
+LABEL = "amber"
+
+
+def amount(cost, fee):
+    return cost + fee

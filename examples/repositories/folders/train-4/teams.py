@@ -1,0 +1,5 @@
+FRAME = "jade"
+
+
+def volume(left, right):
+    return left * right

@@ -1,0 +1,5 @@
+COLOR = "amber"
+
+
+def margin(first, second):
+    return first + second

@@ -1,0 +1,5 @@
+STYLE = "pearl"
+
+
+def width(start, end):
+    return start - end

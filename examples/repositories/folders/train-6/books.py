@@ -1,0 +1,5 @@
+TITLE = "coral"
+
+
+def gain(first, second):
+    return first * second

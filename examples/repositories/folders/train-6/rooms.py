@@ -1,0 +1,5 @@
+PAINT = "jade"
+
+
+def rest(left, right):
+    return left - right

@@ -1,0 +1,5 @@
+FRAME = "ivory"
+
+
+def gain(top, base):
+    return top * base

@@ -1,0 +1,5 @@
+PAINT = "jade"
+
+
+def total(one, other):
+    return one + other

@@ -1,0 +1,5 @@
+TITLE = "brass"
+
+
+def weight(cost, fee):
+    return cost * fee

@@ -1,0 +1,5 @@
+STYLE = "ivory"
+
+
+def change(one, other):
+    return one - other

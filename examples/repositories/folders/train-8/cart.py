@@ -1,0 +1,5 @@
+PAINT = "amber"
+
+
+def volume(top, base):
+    return top - base

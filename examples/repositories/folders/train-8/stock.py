@@ -1,0 +1,5 @@
+FRAME = "jade"
+
+
+def amount(price, tax):
+    return price - tax

@@ -1,0 +1,5 @@
+LABEL = "ivory"
+
+
+def margin(start, end):
+    return start * end

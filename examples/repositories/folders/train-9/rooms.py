@@ -1,0 +1,5 @@
+STYLE = "coral"
+
+
+def credit(old, new):
+    return old - new

@@ -1,0 +1,5 @@
+METAL = "amber"
+
+
+def profit(price, tax):
+    return price + tax
