@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from agent_loop.processes.environment import CERTIFICATES
+from proxy.errors import ConfigurationError
 from proxy.wall import SYSTEM
 
 _OWN_PACKAGES = Path(__file__).resolve().parents[2]
@@ -72,6 +73,20 @@ def readable(
     own = own.absolute()
     outside = (each for each in found if not each.is_relative_to(own) and each.exists())
     return _outer(each for each in outside if not _contains_protected(each))
+
+
+def declared(key: str, paths: Iterable[Path]) -> tuple[Path, ...]:
+    """The absolute paths that a setting shows. Relative ones are in the folder in which this
+    process was started, which is also `{root}`.
+
+    Raises:
+        ConfigurationError: there is none of this name, so that a program would not find it either.
+    """
+    found = tuple(Path(str(path).replace("{root}", os.getcwd())).absolute() for path in paths)
+    missing = next((path for path in found if not path.exists()), None)
+    if missing is not None:
+        raise ConfigurationError(f"{key}: there is no {missing}; name a file or a folder")
+    return found
 
 
 def own_python() -> list[Path]:

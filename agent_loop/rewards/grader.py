@@ -18,7 +18,7 @@ from agent_loop.outside_parts import FUNCTION_PATTERN, named_as
 from agent_loop.processes.environment import inherited_environment
 from agent_loop.processes.functions import function_host, returned, source_file
 from agent_loop.processes.host import Job
-from agent_loop.processes.readable import own_python
+from agent_loop.processes.readable import declared, own_python
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.rewards.bench import judge
 from agent_loop.rewards.protocol import OwnRewardConfig
@@ -41,12 +41,12 @@ class Grader:
     """Calls the function once per trial, each call in a process of its own."""
 
     def __init__(self, settings: GraderConfig) -> None:
-        """Raises ConfigurationError: the function's module does not exist."""
+        """Raises ConfigurationError: the function's module does not exist, or what is shown."""
         self._settings = settings
         self._host = function_host(GradeCall, settings.target, settings.pass_env)
         file = source_file(settings.target)
         own = () if file is None else (file,)
-        self._files = (*own, *settings.show, *own_python())
+        self._files = (*own, *declared("grader.show", settings.show), *own_python())
 
     def start(self) -> None:
         self._host.start()

@@ -30,6 +30,7 @@ from pydantic import Field
 from agent_loop.errors import LaunchError, RewardError
 from agent_loop.processes.environment import Variables, expand, inherited_environment
 from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
+from agent_loop.processes.readable import declared
 from agent_loop.records import AgentResult, FinishedTrial, Graded, Trial
 from agent_loop.reward_values import graded
 from agent_loop.rewards.bench import judge
@@ -74,8 +75,9 @@ class Verifier:
     """Runs the program once per trial and reads its verdict."""
 
     def __init__(self, settings: VerifierConfig) -> None:
-        """Raises ConfigurationError: the program does not exist."""
+        """Raises ConfigurationError: the program does not exist, or what is shown."""
         self._settings = settings
+        self._shown = declared("verifier.show", settings.show)
         self._host = ProcessHost()
         program = settings.argv[0]
         if "{" not in program and shutil.which(program) is None:
@@ -98,7 +100,7 @@ class Verifier:
                 self._job(trial, agent, rewards),
                 trial,
                 "verifier",
-                files=self._settings.show,
+                files=self._shown,
                 named={name: expand(value, trial) for name, value in self._settings.env.items()},
             )
         except (LaunchError, OSError) as error:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agent_loop.processes.readable import repository
+from agent_loop.processes.readable import declared, repository
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.salvage import SalvageConfig
 from proxy.settings.reaching import Patience
@@ -71,13 +71,16 @@ class TrialConfig(Section):
 
     def wall(self, hidden: Sequence[Path], shown: Sequence[Path]) -> Wall | None:
         """The wall of local agents, which also hides `hidden` and, if it is strict, also shows
-        `shown`; None with `off`."""
+        `shown`; None with `off`. Raises ConfigurationError: what `show` names is not there."""
         if self.sandbox_kind == "off":
             return None
         hide = [*self.hide, *hidden, *_place_of_the_run()]
         return Wall(
             hide=tuple(str(path.absolute()) for path in hide),
-            show=tuple(str(path.absolute()) for path in (*self.show, *shown)),
+            show=(
+                *map(str, declared("remote_agent.show", self.show)),
+                *(str(path.absolute()) for path in shown),
+            ),
             strict=self.sandbox_kind == "strict",
         )
 

@@ -6,8 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from agent_loop.launchers.left_files import copy_left, keep_configuration
-from agent_loop.processes.readable import imported, readable
+from agent_loop.processes.readable import declared, imported, readable
+from agent_loop.rewards.verifier import VerifierConfig
+from agent_loop.trial.config import TrialConfig
+from proxy.errors import ConfigurationError
 
 
 def test_settings_of_tools_are_those_that_the_trial_began_with(tmp_path: Path) -> None:
@@ -78,3 +83,19 @@ def test_folders_that_contain_the_start_or_the_home_are_never_shown() -> None:
     assert Path(sys.prefix) in found
     assert not any(Path.cwd().is_relative_to(path) for path in found)
     assert not any(Path.home().is_relative_to(path) for path in found)
+
+
+def test_what_a_setting_shows_is_there_and_begins_at_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that is not there would be left out without a word, and a verifier that does not find
+    its files could give 0 to every trial."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("data", "{root}/data", str(tmp_path / "data")):
+        assert declared("show", [Path(name)]) == (tmp_path / "data",)
+    missing = Path("{root}/other")
+    with pytest.raises(ConfigurationError, match=rf"^verifier\.show: there is no {tmp_path}/other"):
+        VerifierConfig(argv=("true",), show=(missing,)).build()
+    with pytest.raises(ConfigurationError, match=r"^remote_agent\.show: there is no"):
+        TrialConfig(show=(missing,)).wall([], [])
