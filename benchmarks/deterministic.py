@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for arm in ARMS:
             command = [sys.executable, "-m", "benchmarks.deterministic", str(arguments.run)]
             done = subprocess.run(
-                [*command, "--arm", arm], check=True, capture_output=True, text=True
+                [*command, "--arm", arm], check=True, capture_output=True, encoding="utf-8"
             )
             times[arm] += map(float, done.stdout.split())
     threads, steps = os.environ.get("OMP_NUM_THREADS", "all"), len(times["ledger"])
@@ -61,7 +61,7 @@ async def seconds(run: Path, arm: str) -> list[float]:
     times = []
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name))
-        folder.config.write_text("{}")
+        folder.config.write_text("{}", encoding="utf-8")
         ledger = Ledger(folder, record.config.model.path)
         async with replayed(record, 0) as trainer:
             for step in record.lines:

@@ -72,7 +72,7 @@ def copy_left(workspace: Path, seen_at: Path, kept: Path, to: Path, *, tests: bo
         ["cp", "-a", "--", str(workspace), str(to)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         check=False,
         env={**os.environ, "LC_ALL": "C"},

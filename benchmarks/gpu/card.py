@@ -139,7 +139,9 @@ def _in_a_process(row: Row, device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.gpu.card", "--device", device, "--row", row.name]
     limit_s = LIMIT_S if device == "cuda" else None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", check=False, timeout=limit_s
+        )
     except subprocess.TimeoutExpired:
         return {"failed": f"more than {LIMIT_S:g} s"}
     if done.returncode:

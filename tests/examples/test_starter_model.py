@@ -30,6 +30,11 @@ class Shipped:
     expert: str
     flags: tuple[str, ...] = ()
 
+    @property
+    def context_tokens(self) -> int:
+        given = dict(zip(self.flags[::2], self.flags[1::2], strict=True))
+        return int(given.get("--context-tokens", Shape().context_tokens))
+
 
 SHIPPED = {
     "quickstart": Shipped(EXAMPLES / "quickstart/model", "examples.quickstart.expert:transcript"),
@@ -231,11 +236,14 @@ class TestShippedModel:
     ) -> None:
         rng = random.Random(Recipe().seed)
         transcripts = [load_expert(shipped.expert)(rng) for _ in range(TOKENIZER_TRANSCRIPTS)]
-        save_tokenizer(make_tokenizer(transcripts, Shape().vocab_size), tmp_path, 2048)
+        shape = Shape(context_tokens=shipped.context_tokens)
+        save_tokenizer(
+            make_tokenizer(transcripts, shape.vocab_size), tmp_path, shape.context_tokens
+        )
         made = {path.name: path.read_text() for path in tmp_path.iterdir()}
         assert made == {name: (shipped.folder / name).read_text() for name in made}
         model = AutoModelForCausalLM.from_pretrained(shipped.folder)
-        wanted = new_model(Shape(), seed=0)
+        wanted = new_model(shape, seed=0)
         shapes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
         assert shapes == {name: (p.shape, p.dtype) for name, p in wanted.named_parameters()}
 

@@ -139,7 +139,9 @@ def said_link(url: str, secret: str, file: Path) -> str:
         return f"{link} (opens once, within {minutes} minutes)"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+    with open(
+        os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+    ) as written:
         written.write(f"{link}\n")
     return f"{url} (the link in {file} opens it once, within {minutes} minutes)"
 
