@@ -25,8 +25,8 @@ def main() -> None:
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    compiled = ModelConfig(path=Path("unused"), compute_dtype="bfloat16")
-    ways = (compiled.model_copy(update={"compile_layers": False}), compiled)
+    eager = ModelConfig(path=Path("unused"), compute_dtype="bfloat16")
+    ways = (eager, eager.model_copy(update={"compile_layers": True}))
     print("| model | width | eager | compiled |\n|---|---|---|---|", flush=True)
     for title in parser.parse_args().classes:
         settings = without_noise(CLASSES[title].settings())

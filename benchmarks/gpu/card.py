@@ -57,7 +57,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int]] = {
     "4b": (2560, 9728, 36, 32, 8, 151936, 32768),
     "8b": (4096, 12288, 36, 32, 8, 151936, 32768),
 }
-HALF = {"weights_dtype": "bfloat16"}
+COMPILED = {"compile_layers": True}
+HALF = {**COMPILED, "weights_dtype": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +77,21 @@ class Row:
             "shared" if self.shares else "not shared",
             *("LoRA" for _ in self.model.get("lora", ())),
         ]
-        own += ["eager"] * (self.model.get("compile_layers") is False)
+        own += ["eager"] * (not self.model.get("compile_layers"))
         return f"{self.kind} {self.shape}, {', '.join(dict.fromkeys(own))}"
 
 
 ROWS = (
+    Row("step", "1.7b", shares=False, model=COMPILED),
+    Row("step", "1.7b", model=COMPILED),
     Row("step", "1.7b", shares=False),
-    Row("step", "1.7b"),
-    Row("step", "1.7b", shares=False, model={"compile_layers": False}),
     Row("step", "4b", shares=False, model=HALF),
     Row("step", "8b", shares=False, model={**HALF, "lora": {"rank": 16}}),
-    Row("step", "0.6b", shares=False),
-    Row("step", "0.6b"),
-    Row("waits", "0.6b"),
-    Row("copy", "1.7b"),
-    Row("profile", "1.7b", shares=False),
+    Row("step", "0.6b", shares=False, model=COMPILED),
+    Row("step", "0.6b", model=COMPILED),
+    Row("waits", "0.6b", model=COMPILED),
+    Row("copy", "1.7b", model=COMPILED),
+    Row("profile", "1.7b", shares=False, model=COMPILED),
 )
 
 

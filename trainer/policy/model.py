@@ -92,9 +92,10 @@ class ModelConfig(BaseModel):
     on one machine prints."""
     recomputed_layers: int | None = Field(None, ge=1)
     """With `gradient_checkpointing`: number of layers that are recomputed. None: all."""
-    compile_layers: bool = True
-    """Compile the layers and the output layer, on a GPU in bfloat16: faster, and less is kept for
-    the backward pass. float32 is always computed by the model's own code."""
+    compile_layers: bool = False
+    """Compile the layers and the output layer, on a GPU in bfloat16, so that less is kept for the
+    backward pass. float32 is always computed by the model's own code. Off until a card has shown
+    that it is right and faster: `python -m benchmarks.gpu --only card` does."""
     activation_offload: bool = False
     """Keep the inputs of layers in the machine's memory between forward and backward pass. Turns
     `gradient_checkpointing` on."""

@@ -126,8 +126,8 @@ def test_gradient_checkpointing_is_on_where_a_rank_does_not_fit_without_it(model
     assert fitted(config(model), []).model.gradient_checkpointing is False
 
 
-WHOLE = {"compute_dtype": "bfloat16"}
-ADAPTER = {"weights_dtype": "bfloat16", "lora": {"rank": 16}}
+WHOLE = {"compute_dtype": "bfloat16", "compile_layers": True}
+ADAPTER = {"weights_dtype": "bfloat16", "compile_layers": True, "lora": {"rank": 16}}
 
 
 @pytest.mark.parametrize(

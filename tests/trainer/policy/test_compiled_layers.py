@@ -51,6 +51,7 @@ every_architecture = pytest.mark.parametrize(
         for each in TRAINED
     ],
 )
+COMPILED = ModelConfig(path=Path("unused"), compute_dtype="bfloat16", compile_layers=True)
 
 
 @pytest.fixture(autouse=True)
@@ -153,14 +154,13 @@ def test_plan_counts_what_compiled_layers_keep() -> None:
     compile_layers(shallow.model.layers, TORCH)
     tokens = 256
     deep, less = (computed(each, torch.bfloat16, tokens)[2] for each in (model, shallow))
-    planned = kept_per_token(settings, ModelConfig(path=Path("unused"), compute_dtype="bfloat16"))
+    planned = kept_per_token(settings, COMPILED)
     assert (deep - less) / 2 / tokens == pytest.approx(planned, rel=0.02)
 
 
 def test_layer_of_width_2048_keeps_less_than_60_kb_of_a_token() -> None:
-    config = ModelConfig(path=Path("unused"), compute_dtype="bfloat16")
-    assert kept_per_token(WIDE, config) < 60 * 1024
-    eager = config.model_copy(update={"compile_layers": False})
+    assert kept_per_token(WIDE, COMPILED) < 60 * 1024
+    eager = COMPILED.model_copy(update={"compile_layers": False})
     assert kept_per_token(WIDE, eager) > 2 * 60 * 1024
 
 
