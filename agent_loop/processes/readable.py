@@ -36,6 +36,9 @@ _COMPANIONS = {".cargo/bin": "../../.rustup"}
 """Folders of programs → what these programs need beside them."""
 _SHIMS = ("versions", "installs")
 """Beside a folder `shims` (of pyenv, asdf, mise): where the programs are that it starts."""
+_JAVASCRIPT = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx")
+_SPECIFIER = re.compile(r"""\b(?:from|import|require|resolve)\s*\(?\s*["'](\.{1,2}/[^"'\n]*)["']""")
+"""The relative path of a module in an import, a re-export, or a call of `import` or `require`."""
 _SHEBANG_BYTES = 512
 _ASSIGNED = re.compile(r"^-{0,2}[\w.-]+=(?=/)")
 """An option with its value in one word: `--config=/path`."""
@@ -57,14 +60,15 @@ def readable(
         env: its environment.
         named: the variables of `env` that the user's configuration sets; the paths in their values
             are found, too.
-        own: a folder whose files are not among what is found.
+        own: a folder whose files are not among what is found, nor what they import: an agent may
+            have written them.
     """
     path = env.get("PATH", os.defpath)
     found: dict[Path, None] = {}
     for folder in _folders(path):
         found.update(dict.fromkeys(_tools(folder)))
     for word in (*argv, *named.values()):
-        for each in _named(word, path):
+        for each in _named(word, path, own.absolute()):
             found[each] = None
     for name in _NAMED_BY:
         for part in env.get(name, "").split(os.pathsep):
@@ -97,8 +101,9 @@ def own_python() -> list[Path]:
 
 
 def imported(script: Path) -> list[Path]:
-    """The script, and the Python files that it imports from its own folder and from the folder in
-    which this process was started, with those that these import. Nothing is executed."""
+    """The script, and the files that it imports, with those that these import: a Python script's
+    from its own folder and from the folder in which this process was started, a JavaScript or
+    TypeScript one's by relative paths. Nothing is executed. Any other file is found alone."""
     found: dict[Path, None] = {}
     pending = [script]
     while pending:
@@ -106,8 +111,12 @@ def imported(script: Path) -> list[Path]:
         if file in found:
             continue
         found[file] = None
-        if file.suffix == ".py" and not _is_installed(file):
+        if _is_installed(file):
+            continue
+        if file.suffix == ".py":
             pending += [each for name in _imports(file) for each in _module(name, file.parent)]
+        elif file.suffix in _JAVASCRIPT:
+            pending += _relative_imports(file)
     return list(dict.fromkeys(_package_of_ours(file) or file for file in found))
 
 
@@ -126,14 +135,14 @@ def installation(program: Path, path: str = os.defpath) -> list[Path]:
     return found
 
 
-def _named(word: str, path: str) -> Iterator[Path]:
+def _named(word: str, path: str, own: Path) -> Iterator[Path]:
     """What a word of a command line names."""
     text = _ASSIGNED.sub("", word)
     if os.path.isabs(text) and os.path.exists(text):
         file = Path(os.path.normpath(text))
         yield file
-        if file.is_file():
-            yield from imported(file) if file.suffix == ".py" else ()
+        if file.is_file() and not file.is_relative_to(own):
+            yield from imported(file)
             if os.access(file, os.X_OK):
                 yield from installation(file, path)
     elif text and "/" not in text and (program := shutil.which(text, path=path)) is not None:
@@ -266,6 +275,26 @@ def _module(name: str, folder: Path) -> Iterator[Path]:
                     yield file
 
 
+def _relative_imports(file: Path) -> Iterator[Path]:
+    """The modules that a JavaScript file names by relative paths, with or without their extension,
+    and the `package.json` that says of which kind they are."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for found in _SPECIFIER.finditer(text):
+        named = Path(os.path.normpath(file.parent / found[1]))
+        places = [named, *(named.with_name(named.name + each) for each in (*_JAVASCRIPT, ".json"))]
+        if named.suffix in _JAVASCRIPT:  # TypeScript imports the file that it will become
+            places += [named.with_suffix(each) for each in _JAVASCRIPT]
+        places += [named / f"index{each}" for each in _JAVASCRIPT]
+        yield from (place for place in places if place.is_file())
+    packages = (folder / "package.json" for folder in file.parents)
+    nearest = next((each for each in packages if each.is_file()), None)
+    if nearest is not None:
+        yield nearest
+
+
 def _package_of_ours(file: Path) -> Path | None:
     """The folder of the package of ours that the file is in. It is shown whole: its files import
     one another, and each would be a mount."""
@@ -276,7 +305,8 @@ def _package_of_ours(file: Path) -> Path | None:
 
 
 def _is_installed(file: Path) -> bool:
-    return "site-packages" in file.parts or _package_of_ours(file) is not None
+    folders = {"site-packages", "node_modules"}
+    return not folders.isdisjoint(file.parts) or _package_of_ours(file) is not None
 
 
 def _is_ours(path: Path) -> bool:

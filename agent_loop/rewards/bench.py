@@ -75,8 +75,10 @@ def _behind_wall(
 ) -> Job:
     assert trial.wall is not None
     env = _without_relative(behind_wall(job.env) | dict(named)) | {"PYTHONNOUSERSITE": "1"}
-    scripts = [Path(word) for word in job.argv if os.path.isabs(word) and os.path.isfile(word)]
-    declared = [each for file in (*scripts, *files) for each in _with_imports(file)]
+    own = trial.directory.absolute()  # what the agent wrote there names nothing that is shown
+    named_files = [Path(os.path.normpath(word)) for word in job.argv if os.path.isabs(word)]
+    scripts = [each for each in named_files if each.is_file() and not each.is_relative_to(own)]
+    declared = [each for file in (*scripts, *files) for each in imported(file)]
     shown = readable(job.argv, env, named, trial.directory)
     if env.get(GPUS) != "":
         shown += map(Path, wall.gpu_devices())
@@ -93,10 +95,6 @@ def _behind_wall(
         given=[path for path in dict.fromkeys((log, *declared)) if path.exists()],
         shown=shown,
     )
-
-
-def _with_imports(file: Path) -> list[Path]:
-    return imported(file) if file.suffix == ".py" else [file]
 
 
 def _isolated(argv: Sequence[str]) -> list[str]:

@@ -77,6 +77,40 @@ def test_script_is_shown_with_what_it_imports_and_not_with_its_folder(tmp_path: 
     assert names == {"agent.py", "parts/__init__.py", "parts/tool.py"}
 
 
+def test_script_of_node_is_shown_with_what_it_imports(tmp_path: Path) -> None:
+    texts = {
+        "agent/agent.mjs": "import { a } from './a.mjs';\nexport * from '../shared/b';\n"
+        "import fs from 'node:fs';",
+        "agent/a.mjs": 'const c = require("./c"); await import("./d.js"); import "./agent.mjs";',
+        "agent/c/index.cjs": "",
+        "agent/d.ts": "",
+        "agent/package.json": "{}",
+        "agent/verify.mjs": "",
+        "shared/b.js": 'import data from "./data.json" with { type: "json" };',
+        "shared/data.json": "{}",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = imported(tmp_path / "agent/agent.mjs")
+    names = {str(path.relative_to(tmp_path)) for path in found}
+    assert names == set(texts) - {"agent/verify.mjs"}
+
+
+def test_what_an_agent_wrote_shows_nothing(tmp_path: Path) -> None:
+    """A judge's command line may name a file of the working directory."""
+    work = tmp_path / "trial" / "work"
+    work.mkdir(parents=True)
+    (tmp_path / "secret.json").write_text("{}")
+    (tmp_path / "secret.py").write_text("")
+    (work / "test.mjs").write_text('import "../../secret.json";')
+    (work / "test.py").write_text("from ... import secret")
+    for name in ("test.mjs", "test.py"):
+        argv = ["env", str(work / name)]
+        found = readable(argv, {"PATH": "/usr/bin:/bin"}, {}, tmp_path / "trial")
+        assert not [each for each in found if each.is_relative_to(tmp_path)]
+
+
 def test_folders_that_contain_the_start_or_the_home_are_never_shown() -> None:
     words = [str(Path.cwd()), str(Path.home()), "/", sys.executable]
     found = readable(words, {"PATH": "/usr/bin"}, {}, Path("/nowhere"))
