@@ -308,14 +308,15 @@ def test_strict_sandbox_without_privilege_is_refused_with_a_remedy(
 
 
 def test_wall_is_that_of_the_configured_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
     walls = {
         sandbox: TrialConfig.model_validate(
-            {"sandbox": sandbox, "hide": ["/data/secret"], "show": ["/opt/tools"]}
+            {"sandbox": sandbox, "hide": ["/data/secret"], "show": [tmp_path / "tools"]}
         ).wall([tmp_path], [Path("/opt/python")])
         for sandbox in ("light", "strict", "off")
     }
     hide = ("/data/secret", str(tmp_path), str(Path.cwd()))
-    show = ("/opt/tools", "/opt/python")
+    show = (str(tmp_path / "tools"), "/opt/python")
     assert walls["off"] is None
     assert walls["light"] == Wall(hide=hide, show=show)
     assert walls["strict"] == Wall(hide=hide, show=show, strict=True)
