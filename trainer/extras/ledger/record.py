@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,7 @@ class Record:
         folder = RunFolder.open(path)
         lines = read_lines(folder.ledger)
         alone = ["engine.sleep=false", "engine.verify=false"]  # there are no engines
-        config = load([folder.config], [*alone, *words], os.environ)
+        config = load([folder.config], [*alone, *words])  # what the record says, whatever is set
         steps = {int(line["step"]): line for line in steps_in(lines)}
         if not steps:
             raise LedgerError(f"{folder.ledger}: has no step")

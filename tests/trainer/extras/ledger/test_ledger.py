@@ -71,6 +71,14 @@ def test_replay_has_the_recorded_weights_after_every_step(
     assert len(set(hashes(run.folder.path))) == STEPS
 
 
+def test_replay_takes_nothing_from_the_environment(
+    run: Recorded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run's configuration has what was set when it was made."""
+    monkeypatch.setenv("AGENTIC_TRAIN__OPTIMIZER__LR", "0.02")
+    assert main(["replay", str(run.folder.path)]) == 0, capsys.readouterr().err
+
+
 def test_replay_from_a_checkpoint(run: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(run.folder.path), "--from", str(SAVED)]) == 0
     said = capsys.readouterr().out
