@@ -238,8 +238,8 @@ def test_killed_proxy_is_restarted_and_nothing_is_lost(
     lines = steps(tmp_path)
     assert sum(line.pop("forks/sibling", 0.0) for line in lines) <= killed
     assert_equal(lines, whole)
-    # The agent asks for answers of a given length, as in the undisturbed run, so none failed.
-    assert {trial["status"] for trial in trials(tmp_path)} == {"truncated"}
+    # None failed: an answer ends at its limit, or by itself.
+    assert {trial["status"] for trial in trials(tmp_path)} <= {"truncated", "done"}
     assert {trial["turns"] for trial in trials(tmp_path)} == {TURNS}
 
 
@@ -265,7 +265,9 @@ def test_signal_saves_and_ends_everything(
     engine: str, tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     configure(tmp_path, tiny_model, {"urls": [engine]})
+    ignored = signal.signal(number, signal.SIG_DFL)  # of SIGHUP, where the tests run under nohup
     with train(tmp_path, "--config", str(tmp_path / "config.yaml"), "trainer.save_every=0") as run:
+        signal.signal(number, ignored)
         for _ in range(TRIALS_PER_STEP * TURNS + 1):  # into the second step
             run.word()
         watched = run.watch()
