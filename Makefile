@@ -134,7 +134,8 @@ train-harbor: $(AGENTS)/python/.ready harbor ## mini-swe-agent learns in Harbor 
 train-mini: $(AGENTS)/python/.ready ## mini-swe-agent from PyPI learns to solve shell tasks
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
-train-claude-code: $(AGENTS)/.ready ## Claude Code, unmodified, learns to find, fix, rename and set things in small repositories
+# Claude Code, unmodified, with its own tools in small repositories; docs/notes/results.md says how far it came.
+train-claude-code: $(AGENTS)/.ready
 	$(BIN)/agentic-train --config examples/claude_code/agentic_trainer.yaml $(ARGS)
 
 train-pretrained: $(PRETRAINED)/.ready ## Gemma 3 270M learns the quickstart's task; TERMS=accept after reading Google's terms
