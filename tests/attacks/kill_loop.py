@@ -32,12 +32,14 @@ import yaml
 from proxy.client import ProxyClient, SessionHandle
 from proxy.conversation.messages import load_answer
 from proxy.records import Turn, TurnStatus
+from tests.attacks.engine_process import POISON
 from tests.attacks.server import family, line_of
 from tests.attacks.victim import ADMIN_KEY
 from tests.postgres_server import PostgresServer, binaries, postgres_process
 from tests.proxy.checkpoint import write_checkpoint
 
-TARGETS = ("proxy", "worker", "engine", "postgres")
+TARGETS = ("proxy", "worker", "engine", "postgres", "poison")
+"""`poison`: a request that ends each engine that samples it, until it is refused."""
 AGENTS = 4
 TURNS_PER_KILL = 10
 """Answers of all agents together between two kills."""
@@ -79,6 +81,15 @@ class Program:
             if self.up.is_set():
                 log = self.log.read_text(errors="replace")[-2000:]
                 raise RuntimeError(f"{self.argv[0]} ended by itself with code {code}: {log}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Also if asyncio does not know it yet."""
+        assert self.process is not None
+        if self.process.returncode is not None:
+            return True
+        state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z"
 
     async def kill(self) -> None:
         """Its worker processes end by themselves, and then the port is free."""
@@ -213,9 +224,45 @@ class Scene:
         elif target == "engine":
             await self.engine.kill()
             await self.engine.start()
+        elif target == "poison":
+            await self._poison()
         elif self.postgres is not None:
             await asyncio.to_thread(self.postgres.kill)
             await asyncio.to_thread(self.postgres.start)
+
+    async def _poison(self) -> None:
+        """Raises AssertionError if the request is answered, or refused for another reason."""
+        session = await self.control.create_session()
+        refused = asyncio.create_task(_refused(session, f"{POISON} {self.rng.random()}"))
+        self.engine.up.clear()  # it is expected to end
+        while not refused.done() or self.engine.has_ended:
+            assert self.engine.process is not None
+            ended = asyncio.create_task(self.engine.process.wait())
+            waits = {ended} if refused.done() else {ended, refused}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                await self.engine.start()
+                self.engine.up.clear()
+            ended.cancel()
+        self.engine.up.set()
+        await refused
+
+
+async def _refused(session: SessionHandle, text: str) -> None:
+    """Returns when the request is refused for good, as one that has taken down its engines."""
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    url = f"{session.base_url}/chat/completions"
+    while True:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(url, json=body, headers=headers) as response,
+        ):
+            data = await response.read()
+        if response.status not in (429, 502, 503, 504):
+            break
+    assert response.status == 400, (response.status, data)
+    assert b'"code":"engines_lost"' in data
 
 
 @dataclass(frozen=True, slots=True)

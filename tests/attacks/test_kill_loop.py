@@ -20,6 +20,7 @@ NO_POSTGRES = None if binaries() else "PostgreSQL is not installed: apt-get inst
     [
         pytest.param(("proxy", "engine"), id="proxy-engine"),
         pytest.param(("postgres",), id="postgres", marks=needs(NO_POSTGRES)),
+        pytest.param(("poison", "engine"), id="poison-engine"),
     ],
 )
 async def test_every_answer_is_recorded_once_whatever_is_killed(
