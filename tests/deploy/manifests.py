@@ -30,8 +30,9 @@ HELM_SOURCE = ROOT / "k8s/helm"
 """The hand-written part of the chart."""
 NOT_RESOURCES = frozenset(
     {"kustomization.yaml", "store.yaml", "trainer.yaml", "agentic_trainer.yaml", "ray_images.yaml"}
+    | {"alerts.yaml"}
 )
-"""Names of files in k8s/ that are patches, configurations of ours or of kustomize."""
+"""Names of files in k8s/ that are patches, configurations of ours, of kustomize or Prometheus."""
 SECRETS = "/run/secrets"
 """The folder in which the containers' secrets are mounted."""
 TOOLS = ROOT / ".cache/tools/node_modules"

@@ -55,7 +55,10 @@ class Page(Extra):
     async def invitation(self, config: ProxyConfig, store: Store) -> str:
         key = key_file(config)
         file = key.with_name(key.name + LINK_SUFFIX)
-        said = said_link(URL, await new_link(store.browser), file)
+        try:
+            said = said_link(URL, await new_link(store.browser), file)
+        except OSError:  # in a container, the key's folder is read-only
+            said = f"{URL} (log in with the admin key of {key})"
         return f"see everything, live: {said}"
 
     async def stop(self) -> None:
