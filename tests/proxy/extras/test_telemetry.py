@@ -73,7 +73,7 @@ async def test_each_call_and_each_tool_is_a_span_in_the_trace_of_its_session(
                 "gen_ai.conversation.id": "fix-1",
                 "gen_ai.request.model": "m",
                 "gen_ai.request.temperature": 0.5,
-                "gen_ai.request.seed": 7,
+                "gen_ai.request.seed": turn.sampling["seed"],
                 "gen_ai.response.model": "policy",
                 "gen_ai.response.id": f"fix-1#{turn.index}",
                 "gen_ai.usage.input_tokens": turn.prompt_tokens,
