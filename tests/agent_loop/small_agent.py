@@ -1,8 +1,7 @@
 """An agent that needs only the standard library: makes `turns` calls in one conversation, then
-exits with `exit_code` or hangs if `hang` is set. These are fields of its task, and so is `lives`,
-a file with one line of JSON per trial that is to come: what is other in it than in the task.
-`dies_after` kills the agent after that many answers, and `hangs_after` makes it hang; `says` is its
-reply to every answer."""
+exits with `exit_code` or hangs if `hang` is set. These are fields of its task. `dies_after` kills
+the agent after that many answers, and `hangs_after` makes it hang; `says` is its reply to every
+answer, and `leaves` names an empty file that it makes at its end."""
 
 import json
 import os
@@ -13,10 +12,6 @@ import time
 import urllib.request
 
 task = json.loads(pathlib.Path(os.environ["TASK_FILE"]).read_text())
-if "lives" in task:
-    life, *rest = pathlib.Path(task["lives"]).read_text().splitlines() or ["{}"]
-    pathlib.Path(task["lives"]).write_text("\n".join(rest))
-    task |= json.loads(life)
 messages = [{"role": "user", "content": os.environ["TASK_PROMPT"]}]
 for number in range(task.get("turns", 1)):
     body = {"model": os.environ["AGENT_MODEL"], "messages": messages, **task.get("sampling", {})}
@@ -39,6 +34,8 @@ for number in range(task.get("turns", 1)):
 pathlib.Path("key").write_text(os.environ["OPENAI_API_KEY"])
 pathlib.Path("model").write_text(os.environ["AGENT_MODEL"])
 pathlib.Path("answer").write_text(messages[-2]["content"] if len(messages) > 1 else "")
+if "leaves" in task:
+    pathlib.Path(task["leaves"]).touch()
 if task.get("hang"):
     pathlib.Path("hanging").write_text(str(os.getpid()))
     time.sleep(600)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
@@ -24,6 +25,7 @@ from agent_loop.trial.config import RecordingConfig, SamplingConfig, TrialConfig
 from agent_loop.trial.credit import CreditConfig
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.records import Reward, SessionKind
+from proxy.sampling import seed_of_call
 from proxy.testing.scripted_engine import Fault
 from tests.agent_loop.launchers.test_command import alive, until
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
@@ -127,7 +129,8 @@ async def test_sampling_is_pinned_in_training_and_left_to_the_agent_in_evaluatio
     seeded = SamplingConfig(temperature=0.7, seeded=True, routed_experts=True, alternatives=3)
     await run(proxy, trials, task=task, sampling=seeded)
     assert proxy.engine.calls[-1].sampling["temperature"] == 0.7
-    assert proxy.engine.calls[-1].sampling["seed"] == 11
+    prompt = np.array(proxy.engine.calls[-1].prompt_ids)
+    assert proxy.engine.calls[-1].sampling["seed"] == seed_of_call(11, prompt, 0, 0)
     assert "routed_experts_prompt_start" in proxy.engine.calls[-1].sampling
     assert proxy.engine.calls[-1].sampling["logprobs"] == 4  # the sampled one, too
     rollout = await run(proxy, trials, task=task, sampling=pinned, kind=SessionKind.EVAL)

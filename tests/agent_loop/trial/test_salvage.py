@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.processes.host import ProcessConfig
-from agent_loop.records import AgentEnd, AgentResult, Rollout, RolloutStatus, Task
+from agent_loop.records import AgentEnd, AgentResult, Rollout, RolloutStatus, Task, Trial
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from agent_loop.rewards.protocol import RewardSource
 from agent_loop.rewards.reported import LauncherReward
@@ -30,13 +30,26 @@ CONTEXT, DONE = TurnStatus.CONTEXT, TurnStatus.DONE
 TURNS = 4
 
 
+class Lives(CommandLauncher):
+    """Gives the agent of each trial what is other in its task: an agent sees nothing that the trial
+    before it wrote."""
+
+    def __init__(self, lives: Sequence[dict[str, Any]]) -> None:
+        super().__init__(CommandConfig(argv=AGENT), ProcessConfig(grace_s=0.2))
+        self.left = list(lives)
+
+    async def run(self, trial: Trial) -> AgentResult:
+        life = self.left.pop(0) if self.left else {}
+        task = replace(trial.task, data={**trial.task.data, **life})
+        return await super().run(replace(trial, task=task))
+
+
 class Trials:
     """Runs rollouts of an agent that makes `TURNS` calls, and differs from trial to trial."""
 
     def __init__(self, proxy: RunningProxy, folder: Path) -> None:
         self.proxy = proxy
         self.folder = folder
-        self.lives = folder / "lives"
 
     async def run(
         self,
@@ -47,18 +60,17 @@ class Trials:
         **config: Any,
     ) -> Rollout:
         """`lives`: what the agent does in its first trials; later ones end well."""
-        self.lives.write_text("\n".join(map(json.dumps, lives)))
         rewards: RewardSource = LauncherReward()
         if verifier is not None:
             rewards = Verifier(VerifierConfig(argv=(sys.executable, "-I", "-S", "-c", verifier)))
         loop = RemoteAgentLoop(
             client or self.proxy.control,
-            CommandLauncher(CommandConfig(argv=AGENT), ProcessConfig(grace_s=0.2)),
+            Lives(lives),
             rewards,
             self.folder / "trials",
             trial=TrialConfig(**{"max_retries": 0, "salvage": SalvageConfig(), **config}),
         )
-        data = {"prompt": "Count.", "turns": TURNS, "lives": str(self.lives)}
+        data = {"prompt": "Count.", "turns": TURNS}
         try:
             return await loop.run(Task("t", data), kind=SessionKind.TRAIN, origin=origin)
         finally:
@@ -190,11 +202,9 @@ async def test_ends_that_are_not_listed_are_left_to_the_verifier(trials: Trials)
 
 
 async def test_failed_verifier_costs_no_sampled_token(trials: Trials) -> None:
-    marker = trials.folder / "was-here"
-    verifier = f"import os, pathlib; p = pathlib.Path({str(marker)!r})\n" + (
-        "if not p.exists(): p.touch(); os.kill(os.getpid(), 9)"
-    )
-    rollout = await trials.run(verifier=verifier)
+    verifier = "import os; os.path.exists('unjudgeable') and os.kill(os.getpid(), 9)"
+    rollout = await trials.run({"leaves": "unjudgeable"}, verifier=verifier)
+    assert len(trials.ids) == 2
     assert (rollout.status, rollout.reward) == (RolloutStatus.DONE, 1.0)
     assert len(trials.proxy.engine.calls) == TURNS
     assert rollout.sampled_tokens == len(trials.answer_ids)
