@@ -24,7 +24,9 @@ ARMS = ("ordinary", "repeatable", "ledger")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.deterministic", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)

@@ -23,12 +23,13 @@ CLASSES = {each.title: each for each in ARCHITECTURES if not each.refused}
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kept", description=__doc__)
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
+    titles = parser.parse_args().classes
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     eager = ModelConfig(path=Path("unused"), compute_dtype="bfloat16")
     ways = (eager, eager.model_copy(update={"compile_layers": True}))
     print("| model | width | eager | compiled |\n|---|---|---|---|", flush=True)
-    for title in parser.parse_args().classes:
+    for title in titles:
         settings = without_noise(CLASSES[title].settings())
         width = settings.get_text_config().hidden_size
         kept = [f"{kept_per_token(settings, way) / 1024:.0f}" for way in ways]

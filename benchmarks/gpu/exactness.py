@@ -155,7 +155,7 @@ def _compute(classes: Sequence[str], device: str) -> int:
         for dtype in DTYPES:
             if dtype == "bfloat16" and device == "cuda":  # as a run does
                 compile_layers(model.get_decoder().layers)
-            row = compare(model, batch, weights, exact, DTYPES[dtype], device)
+            row = compare(model, batch, weights, exact, DTYPES[dtype], torch.device(device))
             print(json.dumps({"class": title, "type": dtype, **row}), flush=True)
     return 0
 
@@ -198,7 +198,7 @@ def compare(
     weights: Tensor,
     exact: tuple[Tensor, dict[str, Tensor]],
     dtype: torch.dtype,
-    device: str,
+    device: torch.device,
 ) -> dict[str, Any]:
     """The row of a type: the largest differences, packed or as a tree."""
     began, differences, gradients = time.monotonic(), [], []

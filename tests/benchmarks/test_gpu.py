@@ -319,7 +319,8 @@ def test_difference_above_the_tolerance_fails(title: str, moved: float, result: 
     assert logprobs.dtype == torch.float64
     logprobs[7] += moved
     use_packed_rows(model)
-    row = exactness.compare(model, batch, weights, (logprobs, gradients), torch.float32, "cpu")
+    exact, cpu = (logprobs, gradients), torch.device("cpu")
+    row = exactness.compare(model, batch, weights, exact, torch.float32, cpu)
     assert row["result"].startswith(result)
 
 
