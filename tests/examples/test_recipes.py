@@ -3,7 +3,6 @@ plan; each task's fault is one that its hidden test finds."""
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import sys
@@ -134,8 +133,6 @@ def test_qwen3_5_without_fla_does_not_fit_on_one_gpu(
     # What is kept grows with the tokens alone, and a pass without fla is a loop over them.
     monkeypatch.setattr(memory, "SAMPLED_TOKENS", 512)
     words = [word for file in layers("qwen3.5-4b", "codex") for word in ("--config", str(file))]
-    # A pass with fla was counted before.
-    monkeypatch.setattr(memory, "_counted", inspect.unwrap(memory._counted))
     # Another batch size than in the tests before, whose plans are kept.
     given = [f"model.path={published / 'qwen3.5-4b'}", "rollout.concurrency=31"]
     assert main([*words, "--check", *given]) == 2

@@ -172,7 +172,7 @@ def kept_per_token(settings: Any, model: ModelConfig) -> float:
     text = settings.get_text_config()
     period = _pattern(_Settings(text))
     sizes = [
-        _saved(with_depth(text, depth), model, _one_path(tokens, ContextRanks())).size
+        _saved(with_depth(text, depth), model, _one_path(tokens, ContextRanks()), has_fla()).size
         for tokens in (KEPT_TOKENS, 2 * KEPT_TOKENS)
         for depth in (period, min(2 * period, text.num_hidden_layers))
     ]
@@ -238,14 +238,19 @@ def _passes(settings: Any, model: ModelConfig, context_parallel: int, gpu_bytes:
     count = min(model.recomputed_layers or depth, depth) if model.checkpoints else 0
     whole = model.model_copy(update={"recomputed_layers": None})
     none = whole.model_copy(update={"gradient_checkpointing": False})
+    of_a_rank, kernels = SAMPLED_TOKENS * context_parallel, has_fla()
+
+    def counted(chosen: ModelConfig) -> tuple[float, float]:
+        return _counted(given, chosen, context_parallel, of_a_rank, kernels)
+
     try:
         if count == 0:
-            kept, layer = _counted(given, none, context_parallel)
+            kept, layer = counted(none)
             return int(kept + max(layer, head))
-        kept, layer = _counted(given, whole, context_parallel)
+        kept, layer = counted(whole)
         if count == depth:
             return int(kept + max(layer, head))
-        more, other = _counted(given, none, context_parallel)
+        more, other = counted(none)
     except RuntimeError as error:  # all that FakeTensorMode raises
         _log.info("the activations of %s are not estimated: %s", settings.model_type, error)
         return None
@@ -318,25 +323,28 @@ class _Counter(Piece):
 
 
 @functools.lru_cache(maxsize=8)
-def _counted(given: _Settings, model: ModelConfig, context_parallel: int) -> tuple[float, float]:
+def _counted(
+    given: _Settings, model: ModelConfig, context_parallel: int, sampled: int, kernels: bool
+) -> tuple[float, float]:
     """Bytes that a pass over the largest micro-batch keeps, and those that the backward pass of its
-    largest layer adds."""
+    largest layer adds. `sampled`: tokens with which a longer pass is executed. `kernels`: whether
+    layers of the delta rule have those of fla."""
     settings, ranks = given.settings, ContextRanks(context_parallel)
-    tokens, of_a_rank = model.max_micro_batch_tokens, SAMPLED_TOKENS * ranks.size
-    if tokens <= 2 * of_a_rank:
-        return _pass(settings, model, tokens, ranks)
+    tokens = model.max_micro_batch_tokens
+    if tokens <= 2 * sampled:
+        return _pass(settings, model, tokens, ranks, kernels)
     # All that is kept grows with the tokens alone: nothing of the attention is kept per pair.
     kept, layer = (
-        twice + (tokens / of_a_rank - 2) * (twice - once)
+        twice + (tokens / sampled - 2) * (twice - once)
         for once, twice in zip(
-            *(_pass(settings, model, n * of_a_rank, ranks) for n in (1, 2)), strict=True
+            *(_pass(settings, model, n * sampled, ranks, kernels) for n in (1, 2)), strict=True
         )
     )
     return kept, layer
 
 
 def _pass(
-    settings: Any, model: ModelConfig, tokens: int, ranks: ContextRanks
+    settings: Any, model: ModelConfig, tokens: int, ranks: ContextRanks, kernels: bool
 ) -> tuple[float, float]:
     """Bytes that a pass over this number of tokens keeps, and those that the backward pass of its
     largest layer adds."""
@@ -345,9 +353,11 @@ def _pass(
     period = _pattern(_Settings(settings))
     kept: float
     if 2 * period > depth:
-        kept = _saved(settings, model, micro).size
+        kept = _saved(settings, model, micro, kernels).size
     else:
-        once, twice = (_saved(with_depth(settings, n * period), model, micro).size for n in (1, 2))
+        once, twice = (
+            _saved(with_depth(settings, n * period), model, micro, kernels).size for n in (1, 2)
+        )
         kept = once + (depth / period - 1) * (twice - once)
     keeps = {
         "gradient_checkpointing": False,
@@ -355,7 +365,7 @@ def _pass(
         "activation_offload": False,
     }
     whole = model.model_copy(update=keeps)
-    largest = _saved(with_depth(settings, min(period, depth)), whole, micro)
+    largest = _saved(with_depth(settings, min(period, depth)), whole, micro, kernels)
     # The backward pass of a layer holds the gradients of what the layer keeps; with gradient
     # checkpointing also what it keeps, which is computed again; and that of a compiled layer as
     # much of what it did not keep.
@@ -384,7 +394,7 @@ class _Saved:
     """What the backward pass of fla's kernel allocates beyond the gradients of what it kept."""
 
 
-def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> _Saved:
+def _saved(settings: Any, model: ModelConfig, micro: MicroBatch, kernels: bool) -> _Saved:
     ids = torch.zeros(len(micro.targets), dtype=torch.int64)
     dtype, stored, scale = DTYPES[model.compute_dtype], DTYPES[model.weights_dtype], 1
     if _has_experts(settings):  # torch knows the shapes of grouped products in bfloat16 only
@@ -406,7 +416,7 @@ def _saved(settings: Any, model: ModelConfig, micro: MicroBatch) -> _Saved:
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         network = AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=stored)
         use_packed_rows(network)
-        if has_fla() and has_delta_layers(network):
+        if kernels and has_delta_layers(network):
             kernel = extra("trainer.extras.hybrids.delta_memory:KernelShapes")()
             extra("trainer.extras.hybrids.delta_rule:fork_states")(network, kernel)
         if model.checkpoints:

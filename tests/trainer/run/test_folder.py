@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -100,10 +101,10 @@ def test_name_of_a_run_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full_disk(file: int) -> None:
-        raise OSError("no space left on the device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     folder = RunFolder.create(tmp_path / "run")
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run/run\.id'"):
         _ = folder.run_id
     assert not (folder.path / "run.id").exists()
