@@ -31,6 +31,7 @@ from proxy.machine import landlock
 from proxy.records import SessionKind
 from proxy.wall import Wall
 from tests.proxy.conftest import RunningProxy
+from trainer.settings.sources import load
 
 LIGHT = wall.missing() or landlock.missing()
 
@@ -344,3 +345,18 @@ def test_start_says_what_agents_can_reach(monkeypatch: pytest.MonkeyPatch) -> No
     assert light.sandbox_warning is None
     http = RemoteAgentConfig.model_validate({"http": {"url": "http://h"}, "sandbox": "off"})
     assert http.sandbox_warning is None
+
+
+def test_quickstart_starts_where_an_older_kernel_lacks_parts_of_the_wall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And says which. What the kernel has is held all the same."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    agent = load([Path("agentic_trainer.yaml")]).remote_agent
+    monkeypatch.setattr(landlock, "missing", lambda: None)
+    monkeypatch.setattr(landlock, "missing_scopes", lambda: "this kernel has Landlock 4")
+    monkeypatch.setattr(wall, "missing_processes", lambda: "this is Linux 6.8")
+    agent.check_sandbox()
+    lacking = "not held: processes (this is Linux 6.8), sockets (this kernel has Landlock 4)"
+    assert lacking in (agent.sandbox_warning or "")
+    assert agent.sandbox_kind == "light"
