@@ -26,6 +26,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from trainer.transfers import sent
+
 
 @dataclass(slots=True)
 class KeptTensor:
@@ -132,7 +134,8 @@ class Piece:
     """Trained tokens of the sequences that have no trained token in a pass after this one."""
 
     def to(self, device: torch.device) -> Self:
-        return replace(self, open_rows=self.open_rows.to(device), forks=self.forks.to(device))
+        rows, forks = sent(self.open_rows, device), sent(self.forks, device)
+        return replace(self, open_rows=rows, forks=forks)
 
     def entered(
         self, layer: Hashable, *rows: Tensor, dim: int, chosen: Tensor | None = None
@@ -201,7 +204,7 @@ class Piece:
 
 def read(kept: KeptTensor, at: Tensor, dim: int, device: torch.device) -> Tensor:
     """The rows `at` of a kept tensor, whose gradient is added to its buffer."""
-    value = kept.value.index_select(dim, at.to(kept.value.device)).to(device)
+    value = kept.value.index_select(dim, sent(at, kept.value.device)).to(device)
     buffer = kept.buffer()
     if buffer is None:
         return value

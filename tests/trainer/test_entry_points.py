@@ -18,7 +18,8 @@ from agent_loop.launchers.protocol import LauncherConfig
 class Slurm(LauncherConfig):
     partition: str = "cpu"
 
-def half(returns, factor=0.5): return returns.centred * factor
+from trainer.algorithms.advantages import group_mean
+def half(returns, factor=0.5): return returns.centred(group_mean) * factor
 def plain(logprobs, prox, advantages, sequence): return -advantages * (logprobs - prox).exp()
 def run(call): return 1.0
 def grade(call): return 1.0

@@ -109,12 +109,16 @@ def kinds() -> dict[str, Project]:
   # Each trial is a fork of a process that has imported the agent and its SDK once.
   python: {target: "agent.py:run"}
   grader: {target: "verify.py:grade"}
+  # The parts of the wall that older Linux kernels lack; name none once the agent is not your own.
+  sandbox: light without ports, processes, sockets
   timeout_s: 120
 """
     as_programs = """\
   # Each trial starts both programs; the environment names the model, its server and the task.
   command: {argv: ["{python}", "{root}/agent.py"]}
   verifier: {argv: ["{python}", "{root}/verify.py"]}
+  # The parts of the wall that older Linux kernels lack; name none once the agent is not your own.
+  sandbox: light without ports, processes, sockets
   timeout_s: 120
 """
     sdk = "A shop assistant on the OpenAI SDK learns to look up prices and add up an order."

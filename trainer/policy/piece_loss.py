@@ -20,6 +20,7 @@ from trainer.algorithms.token_loss import LossFunction, TokenLoss
 from trainer.kept import Piece
 from trainer.packing import MicroBatch
 from trainer.policy.scorer import Scored
+from trainer.transfers import sent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +45,7 @@ def loss_of(micro: MicroBatch, scored: Scored, loss: LossFunction) -> MicroLoss:
     targets, order = torch.cat([micro.targets, piece.companions]).sort()
     names = {"logprobs": logprobs, "entropy": entropy}
     all_logprobs, all_entropy = (
-        torch.cat([own, _known(piece, name, piece.companions)])[order.to(own.device)]
+        torch.cat([own, _known(piece, name, piece.companions)])[sent(order, own.device)]
         for name, own in names.items()
     )
     result = loss(all_logprobs, all_entropy, targets)
@@ -66,9 +67,9 @@ def note(piece: Piece, targets: Tensor, scored: Scored) -> None:
             if known is not None:
                 longer[: len(known)] = known
             piece.kept.scores[name] = known = longer
-        known[targets.to(own.device)] = own.detach()
+        known[sent(targets, own.device)] = own.detach()
 
 
 def _known(piece: Piece, name: str, targets: Tensor) -> Tensor:
     known = piece.kept.scores[name]
-    return known[targets.to(known.device)]
+    return known[sent(targets, known.device)]

@@ -272,7 +272,7 @@ for port in map(int, sys.argv[3:]):
         print("connected", port)
     except PermissionError:
         print("refused", port)
-print("files", [p.name for p in pathlib.Path(sys.argv[2]).iterdir()])
+print("files", [p.name for p in pathlib.Path(sys.argv[2]).glob("*")])
 print("token", (pathlib.Path.home() / ".ray" / "auth_token").exists())
 """
 
@@ -302,9 +302,11 @@ def test_agent_behind_a_wall_reaches_neither_ports_nor_files_nor_the_token_of_ra
             numbers = [str(port) for port in (*ports, *of_worker)]
             argv = [sys.executable, "-I", "-S", "-c", KNOCK, gcs.split(":")[0], sessions, *numbers]
             python = (sys.prefix, sys.base_prefix)
-            behind = Wall(tuple(paths), cluster.private_ports(), show=python)
-            log, env = tmp_path / "log", {"HOME": str(Path.home())}
-            agent = Job(argv, cwd=tmp_path, env=env, log=log, timeout_s=60, wall=behind)
+            work = tmp_path / "work"
+            work.mkdir()
+            behind = Wall(tuple(paths), cluster.private_ports(), show=(*python, str(work)))
+            log, env = tmp_path / "log", {"HOME": str(work)}
+            agent = Job(argv, cwd=work, env=env, log=log, timeout_s=60, wall=behind)
             assert (await host.run(agent)).failure is None, log.read_text()
             await host.close()
             return log.read_text()

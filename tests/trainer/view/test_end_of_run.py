@@ -98,8 +98,9 @@ async def test_view_of_an_ended_run_is_recorded_and_says_when_it_is_lost(
     )
     try:
         assert viewer.stdout is not None
-        link = (await viewer.stdout.readline()).decode().strip()
-        await tab.open(link)
+        said = (await viewer.stdout.readline()).decode()
+        # not on a terminal: the file with the link is named
+        await tab.open(Path(said.partition("the link in ")[2].partition(" opens")[0]).read_text())
         await tab.until("document.querySelector('.run-head')")
         assert await tab.evaluate(BADGE) == "recorded"
         await tab.until("document.title === 'Run · agentic-proxy'")
