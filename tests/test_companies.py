@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shlex
@@ -87,6 +88,24 @@ def test_an_agent_is_recorded_on_a_machine_with(name: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "made.txt").read_text() in ("stop", "length")
     assert "1 turns" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_run_trains_on_a_machine_with_only_ipv6(tmp_path: Path) -> None:
+    """With a real vLLM, whose workers meet by gloo."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, for a namespace")
+    run, program = tmp_path / "run", Path(sys.executable).with_name("agentic-train")
+    few = "rollout.groups_per_step=1 rollout.group_size=4 trainer.steps=1 data.val_files=[]"
+    script = (
+        f"set -e\nip link set lo up\nip -4 addr flush dev lo\n"
+        f"{program} --config agentic_trainer.yaml proxy_server.host=::1 trainer.run_dir={run} {few}"
+    )
+    inside = ["unshare", "--net", "bash", "-c", script]
+    done = subprocess.run(inside, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
 
 
 def no_locks(*_: object) -> NoReturn:

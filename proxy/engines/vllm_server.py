@@ -169,7 +169,7 @@ class VllmServer:
         asked = asked_environment(self.config, self._dtype)
         environment = {**inherited(), **asked}
         own = self._temporary_files(asked)
-        if self.part is not None:
+        if self.part is not None or self.host == "::1":  # gloo looks for 127.0.0.1 if nobody says
             own |= {k: v for k, v in node_environment(self.host).items() if k not in environment}
         early = vllm_early.taken(asked, vllm_platform.installed().late)
         if early is not None:
