@@ -39,6 +39,7 @@ from proxy.machine.logs import LogKind, LogLevel
 from proxy.machine.secrecy import read_secret, shown_value, with_password, with_secret
 from proxy.settings.hub import hub_name, model_folder
 from proxy.settings.profiles import AgentProfile
+from proxy.settings.reaching import ListeningAddress, PublicUrl
 from proxy.settings.recorded import RecordedConfig
 from proxy.settings.section import Common, Section
 from proxy.settings.yaml_file import read_yaml, yaml_fault
@@ -156,18 +157,13 @@ class RetentionConfig(Section):
     only for SQLite. Sessions of the last five minutes are kept. Default: no limit."""
 
 
-class ListenConfig(Section):
+class ListenConfig(PublicUrl, ListeningAddress):
     """Where the proxy listens, by which names it is called, and the key of its control plane."""
 
-    host: Common[str] = "127.0.0.1"
-    """The address to listen on."""
     port: Common[int] = Field(default=8000, ge=0, le=65535)
-    """The port to listen on; 0 for any free one."""
     listen_fd: int | None = Field(default=None, ge=0)
     """A socket that this process inherits and that is bound to `host` and `port`, so that a process
     that restarts the proxy keeps its port. Not together with several workers."""
-    public_url: str | None = None
-    """The URL by which agents reach the proxy. Default: `http://HOST:PORT`."""
     allowed_hosts: list[str] = Field(default_factory=list)
     """Additional host names of the proxy: `proxy`, `*.example.org`, or `*` for any. A request whose
     `Host` is neither one of these nor that of `host`, `public_url` or `peer_url` is refused."""

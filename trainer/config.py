@@ -334,10 +334,11 @@ class TrainerConfig(ProcessesConfig):
                 "algorithm.advantage.name=none: nothing is learnt from rewards; set "
                 "algorithm.distillation.teacher, or another advantage"
             )
-        if distillation is not None and distillation.teacher_url is not None and temperature != 1:
+        if distillation is not None and distillation.engine_url is not None and temperature != 1:
             yield (
-                f"rollout.temperature={temperature}: algorithm.distillation.teacher_url scores "
-                "given tokens at temperature 1; use 1, or algorithm.distillation.teacher"
+                f"rollout.temperature={temperature}: algorithm.distillation.teacher="
+                f"{distillation.teacher} scores given tokens at temperature 1; use 1, or the "
+                "folder of a checkpoint as teacher"
             )
 
     def _steps_train(self) -> Iterator[str]:

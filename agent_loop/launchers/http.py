@@ -41,17 +41,14 @@ from proxy.errors import RequestError
 from proxy.http.server import app_runner, read_body
 from proxy.machine.direct_hosts import proxy_for
 from proxy.machine.port import BACKLOG, http_url
-from proxy.settings.reaching import FreeAddress, Patience
+from proxy.settings.reaching import ListeningAddress, Patience, PublicUrl
 
 BODY_BYTES = 16 << 20
 """Maximum size of a callback's body; a larger one is refused with 413."""
 
 
-class CallbackConfig(FreeAddress):
+class CallbackConfig(PublicUrl, ListeningAddress):
     """Example: CallbackConfig(public_url="http://10.0.0.7:8900", port=8900)"""
-
-    public_url: str | None = None
-    """URL at which the service reaches the trainer; None: `http://HOST:PORT`."""
 
 
 class HttpConfig(BearerKey, RewardKey, Patience, LauncherConfig):

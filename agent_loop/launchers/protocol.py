@@ -23,7 +23,7 @@ reward."""
 
 @dataclass(frozen=True)
 class OwnTasks:
-    """Tasks that come with an agent. Example: OwnTasks("wordle", {"resets": {"seeds": 1000}})"""
+    """Tasks that come with an agent. Example: OwnTasks("wordle", {"resets": {"take": 1000}})"""
 
     name: str
     """The name of their source."""

@@ -61,8 +61,10 @@ class OwnRewardConfig(RewardKey, RewardTimeout):
 class JudgeSection(RewardTimeout):
     """The section of a reward that a model gives."""
 
-    policy: bool = False
-    """The policy itself is the judge."""
+    @property
+    def is_policy(self) -> bool:
+        """Whether the policy itself is the judge."""
+        return False
 
     @property
     def served(self) -> Section | None:

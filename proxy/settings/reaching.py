@@ -9,13 +9,21 @@ from pydantic import Field
 from proxy.settings.section import Common, Section
 
 
-class FreeAddress(Section):
-    """Where the run listens."""
+class ListeningAddress(Section):
+    """Where the proxy, or a run's receiver of callbacks, listens."""
 
     host: Common[str] = "127.0.0.1"
-    """Address on which the proxy that the run starts, or the receiver of callbacks, listens."""
+    """The address to listen on."""
     port: Common[int] = Field(0, ge=0, le=65535)
-    """Its port; 0: a free one."""
+    """The port to listen on; 0 for any free one."""
+
+
+class PublicUrl(Section):
+    """Of what listens and may be reached by another address than its own."""
+
+    public_url: str | None = None
+    """The URL by which others reach it: agents the proxy, an agent service the receiver of
+    callbacks. Default: `http://HOST:PORT`."""
 
 
 class Patience(Section):
@@ -33,6 +41,21 @@ class RayResources(Section):
     resources: Mapping[str, float] = Field(default_factory=dict)
     """Ray's custom resources that each agent, or relay worker without a `command`, reserves on its
     node, such as `{agents: 1}` or `{site_b: 0.01}`, by which they are sent to a group of nodes."""
+
+
+class ClusterRoom(Section):
+    """Of a run's share of a cluster."""
+
+    room_timeout_s: float = Field(600.0, gt=0)
+    """Seconds to wait for room in the cluster: of a run, until it has enough free resources; of a
+    trial, for one of `agents`, and again for a node and for the image."""
+
+
+class ClusterAgents(ClusterRoom):
+    """Of agents in a cluster."""
+
+    agents: int = Field(1000, ge=1)
+    """Maximum number of agents of this run in the cluster at the same time; further trials wait."""
 
 
 class StartTimeout(Section):

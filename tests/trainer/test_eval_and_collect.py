@@ -96,10 +96,10 @@ def says(rendering: Rendering, text: str) -> ScriptedEngine:
 
 def test_policy_as_judge_of_an_endpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path, checkpoint, "http://127.0.0.1:1")
-    config = load([Path(path)], ["remote_agent.judge.policy=true"])
+    config = load([Path(path)], ["remote_agent.judge.model=policy"])
     endpoint = Endpoint("http://127.0.0.1:2", "sk-any", "some-model")
     run = TrialRun(config, tmp_path / "out", "val", 1, SessionKind.EVAL, endpoint)
-    with pytest.raises(ConfigError, match=r"judge\.policy: agents call some-model .* themselves"):
+    with pytest.raises(ConfigError, match=r"judge\.model=policy: agents call .* themselves"):
         run_trials(run)
     assert not (tmp_path / "out").exists()
 

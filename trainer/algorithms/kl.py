@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.part import NamedPart, Part, Parts
@@ -118,20 +118,21 @@ class Distillation(Estimated):
     On-policy distillation, arXiv 2306.13649.
     """
 
-    teacher: Path | None = None
-    """Checkpoint folder of the teacher, which the trainer loads. It must have the policy's
-    tokenizer."""
-    teacher_url: str | None = None
-    """In place of `teacher`: URL of a running vLLM that serves the teacher. It must have the
-    policy's tokenizer, and `rollout.temperature` must be 1."""
+    teacher: str = Field(min_length=1)
+    """Checkpoint folder of the teacher, which the trainer loads; or the URL of a running vLLM that
+    serves it, for which `rollout.temperature` must be 1. It must have the policy's tokenizer."""
     concurrency: int = Field(8, ge=1)
-    """Number of sequences that `teacher_url` scores at the same time."""
+    """Number of sequences that a teacher at a URL scores at the same time."""
     coefficient: float = Field(1.0, gt=0)
     """Weight of the divergence in the loss."""
     estimator: Annotated[Estimator, ESTIMATORS] = K2()
 
-    @model_validator(mode="after")
-    def _one_teacher(self) -> Self:
-        if (self.teacher is None) == (self.teacher_url is None):
-            raise ValueError("set one of teacher (a checkpoint) and teacher_url (a running vLLM)")
-        return self
+    @property
+    def engine_url(self) -> str | None:
+        """The URL of a teacher that a running vLLM serves; None: it is a checkpoint."""
+        return self.teacher if self.teacher.startswith(("http://", "https://")) else None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The folder of a teacher that the trainer loads; None: a vLLM serves it."""
+        return Path(self.teacher) if self.engine_url is None else None

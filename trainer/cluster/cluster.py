@@ -16,6 +16,7 @@ from pydantic import Field
 from proxy.client import ProxyClient
 from proxy.config import RetentionConfig
 from proxy.settings.extra import Extra, extra
+from proxy.settings.reaching import ClusterRoom
 from proxy.settings.section import Common, Section
 from trainer.cluster.proxy_server import ProxyServerConfig
 from trainer.cluster.rank_zero import RankZero
@@ -23,7 +24,7 @@ from trainer.ranks_config import RanksConfig
 from trainer.run.folder import RunFolder
 
 
-class ClusterConfig(Section):
+class ClusterConfig(ClusterRoom):
     """Section `cluster`. Example: ClusterConfig(backend="ray", strategy="PACK")"""
 
     backend: Common[Literal["local", "ray"]] = "local"
@@ -55,8 +56,7 @@ class ClusterConfig(Section):
     proxy: Literal["driver", "actor"] = "driver"
     """Where the proxy runs: on the node of the driver and its agents, or on the node of engine 0.
     Its store is in `trainer.run_dir`, which must be accessible on that node."""
-    ready_timeout_s: float = Field(120.0, gt=0)
-    """Seconds to wait until the cluster has enough free resources."""
+    room_timeout_s: float = Field(120.0, gt=0)
 
 
 class JoiningSection(Section):

@@ -422,7 +422,7 @@ def _with_judges(
         for number in (names.index(each.strip()) for each in own if each.strip() in names):
             if judge.gpu_memory_share is None and number in used:
                 raise ConfigError(
-                    f"{key}.checkpoint: its server would take {ENGINE_SHARE:.0%} of GPU {number}, "
+                    f"{key}.model: its server would take {ENGINE_SHARE:.0%} of GPU {number}, "
                     f"which this run uses; give it another GPU by {key}.engine.env={{{VISIBLE}: "
                     f"…}}, or a part of this one by {key}.engine.gpu_memory_share"
                 )

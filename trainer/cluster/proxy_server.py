@@ -28,7 +28,7 @@ from proxy.machine.direct_hosts import with_direct_hosts
 from proxy.machine.port import bind_socket, family, http_url
 from proxy.machine.secrecy import LatePipe
 from proxy.settings.extra import Extra
-from proxy.settings.reaching import FreeAddress, StartTimeout
+from proxy.settings.reaching import ListeningAddress, StartTimeout
 from proxy.settings.section import Common
 from trainer.errors import TrainerError
 
@@ -50,7 +50,7 @@ STOP_GRACE_S = 10.0
 """Seconds for the proxy to end the calls in flight and to store their turns."""
 
 
-class ProxyServerConfig(RecordingConfig, RenderingConfig, StartTimeout, FreeAddress):
+class ProxyServerConfig(RecordingConfig, RenderingConfig, StartTimeout, ListeningAddress):
     """Section `proxy_server`. Example: ProxyServerConfig(port=8000, renderer="template")"""
 
     url: Common[str | None] = None

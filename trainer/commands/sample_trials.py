@@ -82,10 +82,10 @@ def trial_parts(run: TrialRun) -> RunParts:
         needs_prompt = config.remote_agent.needs_prompt
         tasks = held_out_tasks(data, needs_prompt=needs_prompt)[: run.limit]
     for section in config.agent_sections.values():
-        if run.endpoint is not None and section.judge is not None and section.judge.policy:
+        if run.endpoint is not None and section.judge is not None and section.judge.is_policy:
             raise ConfigError(
-                f"judge.policy: agents call {run.endpoint.model} at {run.endpoint.url} themselves, "
-                "and no policy runs; give the judge a base_url or a checkpoint"
+                f"judge.model=policy: agents call {run.endpoint.model} at {run.endpoint.url} "
+                "themselves, and no policy runs; give the judge a checkpoint or a base_url"
             )
     if not tasks:
         raise ConfigError(f"data.{run.tasks}_files: no tasks; give at least one file of tasks")

@@ -25,7 +25,12 @@ from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch, BatchPart
 from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError
-from trainer.learning.teacher import EngineTeacher, check_engine_tokens, have_same_tokens
+from trainer.learning.teacher import (
+    TEACHER_KEY,
+    EngineTeacher,
+    check_engine_tokens,
+    have_same_tokens,
+)
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.adapter import RandomAdapter, adapter_config, save_adapter
 from trainer.policy.context_parallel import check_heads
@@ -290,7 +295,7 @@ def build_models(
         else:
             models.reference = frozen(algorithm.kl.reference or model.path)
     if algorithm.distillation is not None:
-        teacher, url = algorithm.distillation.teacher, algorithm.distillation.teacher_url
+        teacher, url = algorithm.distillation.checkpoint, algorithm.distillation.engine_url
         if url is not None:
             models.teacher = EngineTeacher(url, policy.ranks, algorithm.distillation.concurrency)
         elif teacher is not None:
@@ -339,10 +344,10 @@ def check_models(
     if algorithm.kl is not None and algorithm.kl.reference is not None:
         others["algorithm.kl.reference"] = algorithm.kl.reference
     if algorithm.distillation is not None:
-        if algorithm.distillation.teacher is not None:
-            others["algorithm.distillation.teacher"] = algorithm.distillation.teacher
-        if algorithm.distillation.teacher_url is not None:
-            check_engine_tokens(model.path, algorithm.distillation.teacher_url)
+        if algorithm.distillation.checkpoint is not None:
+            others[TEACHER_KEY] = algorithm.distillation.checkpoint
+        if algorithm.distillation.engine_url is not None:
+            check_engine_tokens(model.path, algorithm.distillation.engine_url)
     for key, path in others.items():
         theirs = _vocabulary(path, key, divided)
         if not have_same_tokens(model.path, path, key) and theirs != ours:

@@ -19,7 +19,7 @@ from trainer.policy.parallel import Ranks
 from trainer.policy.scores import Scores
 from trainer.weight_sync.control import EngineControl
 
-URL_KEY = "algorithm.distillation.teacher_url"
+TEACHER_KEY = "algorithm.distillation.teacher"
 _PROBE = (
     "The quick brown fox; naïve café, Ελληνικά, 数学と言語, 😀.\n\tdef f(x):\n        return x**2 "
     '+ 0.0314159 # 1234567890\n{"name": "value", "list": [1, 2, 3]}  <b>x</b>\r\n'
@@ -48,8 +48,8 @@ class EngineTeacher:
         """
         if temperature != 1:
             raise TrainingError(
-                f"{URL_KEY}: an engine scores given tokens at temperature 1, not {temperature}; use"
-                " rollout.temperature=1, or a checkpoint (algorithm.distillation.teacher)"
+                f"{TEACHER_KEY}: an engine scores given tokens at temperature 1, not {temperature}"
+                "; use rollout.temperature=1, or the folder of a checkpoint"
             )
         logprobs = torch.zeros(batch.num_tokens)
         sequences = range(len(batch.sequences))
@@ -58,7 +58,7 @@ class EngineTeacher:
             try:
                 scored = list(pool.map(self._score, workers, [batch] * len(workers), sequences))
             except WeightSyncError as error:
-                raise TrainingError(f"{URL_KEY}: {error}") from error
+                raise TrainingError(f"{TEACHER_KEY}: {error}") from error
         for sequence, values in zip(sequences, scored, strict=True):
             here = batch.sequence == sequence
             logprobs[here] = torch.tensor(values)[batch.position[here] - 1]
@@ -98,7 +98,7 @@ def check_engine_tokens(policy: Path, url: str) -> None:
     file = policy / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
-            f"{URL_KEY}: {policy} has no tokenizer.json to compare the teacher's with"
+            f"{TEACHER_KEY}: {policy} has no tokenizer.json to compare the teacher's with"
         )
     tokenizer = Tokenizer.from_file(str(file))
     special = sorted(added.content for added in tokenizer.get_added_tokens_decoder().values())
@@ -109,11 +109,11 @@ def check_engine_tokens(policy: Path, url: str) -> None:
             (theirs,) = control.tokenize(text)
             if ours != theirs:
                 raise ConfigError(
-                    f"{URL_KEY}: {url} has another tokenizer than the policy ({policy}): "
+                    f"{TEACHER_KEY}: {url} has another tokenizer than the policy ({policy}): "
                     f"{text[:40]!r} is {theirs[:8]} there and {ours[:8]} here; use a model with the"
                     " same tokenizer, or fine-tune on the teacher's text with `agentic-train sft`"
                 )
     except WeightSyncError as error:
-        raise ConfigError(f"{URL_KEY}: {error}") from error
+        raise ConfigError(f"{TEACHER_KEY}: {error}") from error
     finally:
         control.close()

@@ -41,7 +41,8 @@ def block_mask(layout: Layout, window: int | None) -> BlockMask:
     only costs time.
     """
     ends, depths, past = layout.ends, layout.depths, layout.past
-    # a tensor, because a number would be compiled as a constant; filled there, without a copy to wait for
+    # a tensor, because a number would be compiled as a constant; filled there, so that no copy is
+    # waited for
     front = torch.full((), past, device=ends.device)
 
     def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -164,7 +164,8 @@ class Page:
         said = []
         for place, keys in found.items():
             there = [key for key in self._keys(place.of_proxy) if key.part == place.part]
-            where = f"`{place.part}`{WHOSE[place.of_proxy] if place.of_proxy != of_proxy else ''}"
+            whose = WHOSE[place.of_proxy] if place.of_proxy != of_proxy else ""
+            where = f"`{place.part}`{whose}" if place.part else "[the proxy](#the-proxy)"
             if {key.name for key in there} != {key.name for key in keys} or section.part_names:
                 names = ", ".join(self._other_default(key) for key in keys)
                 said.append(f" Also {names}, as in {where}.")

@@ -213,8 +213,7 @@ SUCCESSORS: Mapping[str, str] = {
         for name in (
             *("agent_name", "agent_import_path", "agent_kwargs", "agent_env", "environment_type"),
             *("environment_import_path", "environment_kwargs", "environment_overrides"),
-            *("verifier_kwargs", "task_path_template", "upload_tasks", "reward_key"),
-            "use_local_trial",
+            *("verifier_kwargs", "task_path_template", "upload_tasks", "use_local_trial"),
         )
     },
     **{
@@ -225,6 +224,15 @@ SUCCESSORS: Mapping[str, str] = {
         for name in ("pass_env", "grace_s", "log_bytes", "limits")
     },
     "remote_agent.verifiers.process": "remote_agent.verifiers.program",
+    "algorithm.distillation.teacher_url": "algorithm.distillation.teacher",
+    "cluster.ready_timeout_s": "cluster.room_timeout_s",
+    "remote_agent.harbor.reward_key": "remote_agent.harbor.key",
+    "remote_agent.reward_key": "remote_agent.harbor.key",
+    "remote_agent.judge.checkpoint": "remote_agent.judge.model",
+    "remote_agent.judge.policy": "remote_agent.judge.model, with the value `policy`",
+    "remote_agent.kubernetes.jobs": "remote_agent.kubernetes.agents",
+    "remote_agent.kubernetes.start_timeout_s": "remote_agent.kubernetes.room_timeout_s",
+    "remote_agent.ray.start_timeout_s": "remote_agent.ray.room_timeout_s",
     "data.harbor.overwrite": "data.harbor.cache_dir, which can be deleted",
     "remote_agent.kubernetes.node_selector": "remote_agent.kubernetes.pod, as nodeSelector",
     "remote_agent.llm_proxy_ip": "proxy_server.llm_proxy_ip",

@@ -40,8 +40,8 @@ class OpenEnvConfig(ProgramConfig, HeldOut, LauncherConfig):
     @property
     def own_tasks(self) -> OwnTasks:
         first = self.held_out
-        train = {"resets": {"first": first, "seeds": self.seeds}}
-        return OwnTasks("openenv", train, {"resets": {"seeds": first}} if first else None)
+        train = {"resets": {"skip": first, "take": self.seeds}}
+        return OwnTasks("openenv", train, {"resets": {"take": first}} if first else None)
 
     def build(self, process: ProcessConfig = PROCESS) -> OpenEnvLauncher:
         return OpenEnvLauncher(self, process)

@@ -12,22 +12,27 @@ from agent_loop.records import Task
 from agent_loop.task_sources.files import task_of
 from agent_loop.task_sources.listed import ListedTasks
 from agent_loop.task_sources.protocol import TaskSourceConfig
+from proxy.settings.section import Section
 
 MAX_TASKS = 10_000
 """Maximum number of tasks of a `verifiers` environment, which are held in memory: one that has more
 may be endless."""
 
 
-class VerifiersTasks(VerifiersEnvironment, TaskSourceConfig):
+class TaskRange(Section):
+    """Of environments whose tasks are numbered."""
+
+    skip: int = Field(0, ge=0)
+    """Number of tasks (seeds of `resets`), the first ones, that are left out."""
+    take: int = Field(MAX_TASKS, ge=1, le=MAX_TASKS)
+    """Maximum number of tasks after those."""
+
+
+class VerifiersTasks(VerifiersEnvironment, TaskRange, TaskSourceConfig):
     """The tasks of a `verifiers` environment.
 
     Example: VerifiersTasks(env="gsm8k-v1", skip=100).build("gsm8k", seed=0, shuffle=True)
     """
-
-    skip: int = Field(0, ge=0)
-    """Number of tasks, the first ones, that are left out."""
-    take: int = Field(MAX_TASKS, ge=1, le=MAX_TASKS)
-    """Maximum number of tasks after those."""
 
     def build(self, name: str, *, seed: int, shuffle: bool) -> ListedTasks:
         """
@@ -46,20 +51,17 @@ class VerifiersTasks(VerifiersEnvironment, TaskSourceConfig):
         return ListedTasks(name, tasks, seed=seed, shuffle=shuffle)
 
 
-class ResetTasks(TaskSourceConfig):
+class ResetTasks(TaskRange, TaskSourceConfig):
     """Resets of an OpenEnv environment with successive seeds.
 
-    Example: ResetTasks(first=100, seeds=1000).build("wordle", seed=0, shuffle=True)
+    Example: ResetTasks(skip=100, take=1000).build("wordle", seed=0, shuffle=True)
     """
 
-    first: int = Field(0, ge=0)
-    """The first seed."""
-    seeds: int = Field(1000, ge=1, le=1_000_000)
-    """Number of seeds."""
+    take: int = Field(1000, ge=1, le=1_000_000)
 
     def build(self, name: str, *, seed: int, shuffle: bool) -> ListedTasks:
         tasks = [
             Task(f"{name}-{number}", {"reset": {"seed": number}}, name)
-            for number in range(self.first, self.first + self.seeds)
+            for number in range(self.skip, self.skip + self.take)
         ]
         return ListedTasks(name, tasks, seed=seed, shuffle=shuffle)

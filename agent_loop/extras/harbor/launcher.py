@@ -2,7 +2,7 @@
 
 Invariant: a trial is one Harbor run, even if its submission is repeated (the trial's id is the
 idempotency key). When a trial is cancelled, its run and its sandbox are ended. The reward is the
-verifier's entry `reward_key`; a trial that Harbor could not set up, run or verify has failed and
+verifier's entry `key`; a trial that Harbor could not set up, run or verify has failed and
 has no reward.
 """
 
@@ -24,7 +24,7 @@ from agent_loop.extras.harbor.task_folders import Folders, resolve_task_dir
 from agent_loop.launchers.protocol import LauncherConfig
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Trial
-from agent_loop.reward_values import graded
+from agent_loop.reward_values import RewardKey, graded
 from harbor_sdk import (
     AgentRun,
     AgentRunClient,
@@ -44,7 +44,7 @@ RUN_FILE = "harbor_run.json"
 _log = logging.getLogger(__name__)
 
 
-class HarborConfig(LauncherConfig):
+class HarborConfig(RewardKey, LauncherConfig):
     """Example: HarborConfig(agent_name="terminus-2", server_url="http://127.0.0.1:8090").build()"""
 
     agent_name: str | None = None
@@ -74,8 +74,6 @@ class HarborConfig(LauncherConfig):
     upload_tasks: bool = True
     """Send the task's folder to the server; false: the server finds the same path in its `--tasks`
     folder."""
-    reward_key: str = "reward"
-    """Which of the verifier's rewards is used for training; the others are recorded."""
     server_url: str | tuple[str, ...] | None = None
     """URL of a harbor-server; its token, if it has one, is read from HARBOR_SERVER_TOKEN, or from
     the file that HARBOR_SERVER_TOKEN_FILE names. Or a list of servers with the same token: a trial
@@ -255,7 +253,7 @@ class HarborLauncher:
             end = AgentEnd.TIMED_OUT
         else:
             end = AgentEnd.CRASHED if run.error_type in AGENT_CRASHES else AgentEnd.EXITED
-        reward = graded(run.rewards, self._settings.reward_key, "harbor's verifier")
+        reward = graded(run.rewards, self._settings.key, "harbor's verifier")
         return AgentResult(
             end,
             error=run.error,

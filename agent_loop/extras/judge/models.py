@@ -82,8 +82,8 @@ class ServedJudge:
         """Raises ConfigurationError: the folder is not a checkpoint."""
         if not (checkpoint / "config.json").is_file():
             raise ConfigurationError(
-                f"judge.checkpoint: {checkpoint} has no config.json; give the folder of a "
-                "checkpoint"
+                f"judge.model: {checkpoint} has no config.json; give the folder of a checkpoint, "
+                "`policy`, or the name of a model at base_url"
             )
         self._checkpoint = checkpoint
         self._engine = engine
@@ -130,7 +130,9 @@ class PolicyJudge:
     async def access(self, finished: FinishedTrial) -> AsyncIterator[JudgeAccess]:
         proxy = finished.proxy
         if proxy is None:
-            raise RewardError("judge.policy: this trial was not recorded by a proxy of the policy")
+            raise RewardError(
+                "judge.model=policy: this trial was not recorded by a proxy of the policy"
+            )
         try:
             session = await proxy.create_session(
                 kind=SessionKind.EVAL,

@@ -33,6 +33,8 @@ from proxy.engines.vllm_server import VllmConfig
 from proxy.machine.direct_hosts import proxy_for
 from proxy.records import Turn
 
+POLICY = "policy"
+"""The model of a judge that is the policy in training itself."""
 MAX_WAIT_S = 10.0
 """Longest wait before the judge is asked again."""
 PROMPT = """An agent was given this task:
@@ -52,17 +54,14 @@ _REWARD = re.compile(r"reward\s*[:=]\s*\**\s*([-+]?[\d.]*\d(?:e[-+]?\d+)?)", re.
 class JudgeConfig(BearerKey, JudgeSection):
     """Example: JudgeConfig(base_url="https://…/v1", model="judge", api_key_env="JUDGE_KEY")"""
 
+    model: str = Field(min_length=1)
+    """Name of the model at `base_url`. Without `base_url`: `policy`, the policy itself, in a
+    session of kind `eval`, which is never trained; or the folder of a checkpoint that the run
+    serves with a vLLM of its own, from the first trial on."""
     base_url: str | None = None
-    """URL of an OpenAI-compatible endpoint, with `/v1`. Exactly one of `base_url`, `checkpoint` and
-    `policy` is set."""
-    checkpoint: Path | None = None
-    """Checkpoint that the run serves with a vLLM of its own, from the first trial on."""
-    policy: bool = False
-    """The policy itself is the judge, in a session of kind `eval`, which is never trained."""
-    model: str | None = None
-    """Name of the model at `base_url`."""
+    """URL of an OpenAI-compatible endpoint, with `/v1`."""
     engine: VllmConfig = VllmConfig()
-    """The vLLM server of `checkpoint`, on the trainer's machine; give it a GPU by `env`."""
+    """The vLLM server of a checkpoint, on the trainer's machine; give it a GPU by `env`."""
     criteria: str = "Judge whether the task was done, and done well."
     """What the judge is asked to judge."""
     low: float = 0.0
@@ -79,32 +78,28 @@ class JudgeConfig(BearerKey, JudgeSection):
     answer in the requested form."""
 
     @model_validator(mode="after")
-    def _one_model(self) -> Self:
-        given = [self.base_url is not None, self.checkpoint is not None, self.policy]
-        if sum(given) != 1:
-            raise ValueError(
-                "a judge is exactly one of base_url (an endpoint), checkpoint (served by the run) "
-                "and policy: true"
-            )
-        if (self.base_url is None) != (self.model is None):
-            raise ValueError("model names the model at base_url; set both or neither")
+    def _key_has_an_endpoint(self) -> Self:
         if self.api_key_env is not None and self.base_url is None:
             raise ValueError("api_key_env is the key of base_url; remove it")
         return self
 
     @property
+    def is_policy(self) -> bool:
+        return self.base_url is None and self.model == POLICY
+
+    @property
     def served(self) -> VllmConfig | None:
-        return self.engine if self.checkpoint is not None else None
+        return self.engine if self.base_url is None and not self.is_policy else None
 
     def build(self) -> Judge:
         return Judge(self)
 
     def build_model(self) -> JudgeModel:
         """Raises ConfigurationError: the key's variable is not set, or there is no checkpoint."""
-        if self.base_url is not None and self.model is not None:
+        if self.base_url is not None:
             return EndpointJudge(self.base_url, self.model, self.api_key_env)
-        if self.checkpoint is not None:
-            return ServedJudge(self.checkpoint, self.engine)
+        if not self.is_policy:
+            return ServedJudge(Path(self.model), self.engine)
         return PolicyJudge(ttl_s=(self.timeout_s + MAX_WAIT_S) * self.attempts)
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import Field
 
 from agent_loop.errors import LaunchError
 from agent_loop.extras.kubernetes.client import (
@@ -72,8 +71,6 @@ _log = logging.getLogger(__name__)
 class KubernetesConfig(RewardKey, Patience, JobSettings):
     """Example: KubernetesConfig(image="registry.local/agent:1", argv=("agent", "{prompt}"))"""
 
-    jobs: int = Field(100, ge=1)
-    """Maximum number of Jobs of this run at the same time; further trials wait."""
     kubeconfig: Path | None = None
     """The file that names the cluster. None: the cluster of this pod, with its service account,
     or the user's own kubeconfig."""
@@ -95,14 +92,14 @@ class KubernetesLauncher:
         self._settings = settings
         self._process = process
         self._run = f"run-{secrets.token_hex(6)}"
-        self._places = asyncio.Semaphore(settings.jobs)
+        self._places = asyncio.Semaphore(settings.agents)
         self._opening = asyncio.Lock()
         self._kubernetes: Kubernetes | None = None
         self._pods: PodWatch | None = None
 
     @property
     def overhead_s(self) -> float:
-        return 2 * self._settings.start_timeout_s + OVERHEAD_S
+        return 2 * self._settings.room_timeout_s + OVERHEAD_S
 
     async def run(self, trial: Trial) -> AgentResult:
         async with self.place():
@@ -129,14 +126,14 @@ class KubernetesLauncher:
         Raises:
             LaunchError: none became free.
         """
-        wait_s = self._settings.start_timeout_s
+        wait_s = self._settings.room_timeout_s
         try:
             async with asyncio.timeout(wait_s):
                 await self._places.acquire()
         except TimeoutError:
             raise LaunchError(
-                f"kubernetes: none of {self._settings.jobs} Jobs ended within {wait_s:.0f} s: "
-                "raise remote_agent.kubernetes.jobs or lower rollout.concurrency"
+                f"kubernetes: none of {self._settings.agents} Jobs ended within {wait_s:.0f} s: "
+                "raise remote_agent.kubernetes.agents or lower rollout.concurrency"
             ) from None
         try:
             yield
@@ -162,7 +159,7 @@ class KubernetesLauncher:
         # A request that is dropped may still be carried out, after the one that deletes the Job.
         job = await _completed(kubernetes.create("batch/v1", "jobs", made))
         await _completed(kubernetes.create("v1", "secrets", secret_object(trial, job)))
-        timeout_s = self._settings.start_timeout_s
+        timeout_s = self._settings.room_timeout_s
         pod, state = await self._next(kubernetes, seen, job, PodPhase.WAITING, timeout_s)
         started = time.monotonic()
         if state is not None and state.phase is PodPhase.RUNNING:
@@ -334,5 +331,5 @@ def _not_started(job: Object, timeout_s: float, state: PodState) -> str:
     why = state.reason or "no pod was created, for example because of a quota"
     return (
         f"kubernetes: the pod of Job {name} has not started after {timeout_s:.0f} s: {why}; see "
-        f"`kubectl describe job {name}`, add nodes, or raise start_timeout_s"
+        f"`kubectl describe job {name}`, add nodes, or raise room_timeout_s"
     )

@@ -25,6 +25,7 @@ from agent_loop.launchers.protocol import LauncherConfig
 from agent_loop.processes.environment import Variables, expand
 from agent_loop.records import Trial
 from proxy.machine.direct_hosts import with_direct_hosts
+from proxy.settings.reaching import ClusterAgents
 
 CONTAINER = "agent"
 RUN_LABEL = "agentic-rl/run"
@@ -59,7 +60,7 @@ Object = dict[str, Any]
 """A resource of Kubernetes, as parsed JSON."""
 
 
-class JobSettings(Variables, LauncherConfig):
+class JobSettings(ClusterAgents, Variables, LauncherConfig):
     """The part of the launcher's section that a Job is made of."""
 
     image: str = Field(min_length=1)
@@ -76,9 +77,8 @@ class JobSettings(Variables, LauncherConfig):
     `imagePullSecrets` or `runtimeClassName`."""
     namespace: str | None = None
     """The namespace of the Jobs. None: that of the kubeconfig, or of this process's own pod."""
-    start_timeout_s: float = Field(1800.0, gt=0)
-    """Seconds that a trial may wait for one of the run's `jobs`, and again for a node and for the
-    image."""
+    agents: int = Field(100, ge=1)
+    room_timeout_s: float = Field(1800.0, gt=0)
 
     @property
     def needs_prompt(self) -> bool:
@@ -113,7 +113,7 @@ def job_object(settings: JobSettings, trial: Trial, run: str, grace_s: int) -> O
     """`grace_s`: seconds between SIGTERM and SIGKILL."""
     name = object_name(trial.trial_id)
     labels = {**settings.labels, RUN_LABEL: run, TRIAL_LABEL: name}
-    end_s = settings.start_timeout_s + trial.timeout_s + grace_s + END_S
+    end_s = settings.room_timeout_s + trial.timeout_s + grace_s + END_S
     metadata = {"labels": labels, "annotations": {"agentic-rl/trial-id": trial.trial_id}}
     return {
         "apiVersion": "batch/v1",

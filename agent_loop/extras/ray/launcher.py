@@ -2,7 +2,7 @@
 
     queued (at most `agents` at the same time) ──▶ waiting for a node ──▶ running ──▶ ended
                                                            │             └─▶ node lost
-                                                           └─▶ no node in start_timeout_s
+                                                           └─▶ no node in room_timeout_s
 
 Invariant: when `run` returns, raises or is cancelled, the agent and all its descendants have ended,
 or their node is out of reach. What Ray says about a task is not enough for this: it may report the
@@ -36,7 +36,7 @@ from agent_loop.launchers.protocol import OVERHEAD_S
 from agent_loop.processes.host import END_TIMEOUT_S, PROCESS, Ended, ProcessConfig, ProcessHost
 from agent_loop.records import AgentResult, Trial
 from proxy.errors import ConfigurationError
-from proxy.settings.reaching import RayResources
+from proxy.settings.reaching import ClusterAgents, RayResources
 
 LOST_S = 100.0
 """Seconds in addition to `grace_s` after which an agent counts as out of reach: more than the 90 s
@@ -45,21 +45,17 @@ COLLECT_S = 300.0
 """Seconds after an agent's end within which its node has sent what it left."""
 
 
-class RayConfig(RayResources, ArgvConfig):
+class RayConfig(ClusterAgents, RayResources, ArgvConfig):
     """Example: RayConfig(argv=("my-agent", "{prompt}"), num_cpus=0.5)"""
 
     address: str = "auto"
     """The cluster: `HOST:PORT` of its head, or `auto`: the cluster of this machine or of
     RAY_ADDRESS. With `cluster.backend: ray`, it is the run's own cluster."""
-    agents: int = Field(1000, ge=1)
-    """Maximum number of agents of this run at the same time; further trials wait."""
     num_cpus: float = Field(1.0, ge=0)
     """Cores that Ray reserves for an agent on its node, which bounds the agents of a node."""
     memory_bytes: int = Field(0, ge=0)
     """Bytes of memory that Ray reserves for an agent on its node; 0: none.
     `process.limits.memory_bytes` bounds what it uses."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds that a trial waits for one of `agents`, and then for a node with room."""
     workspace_bytes: int = Field(64 << 20, ge=0)
     """Maximum size of the agent's working directory, which is copied back for the reward."""
 
@@ -105,7 +101,7 @@ class RayLauncher:
 
     @property
     def overhead_s(self) -> float:
-        return 2 * self._settings.start_timeout_s + OVERHEAD_S
+        return 2 * self._settings.room_timeout_s + OVERHEAD_S
 
     async def run(self, trial: Trial) -> AgentResult:
         async with self._place():
@@ -123,7 +119,7 @@ class RayLauncher:
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        wait_s = self._settings.start_timeout_s
+        wait_s = self._settings.room_timeout_s
         try:
             async with asyncio.timeout(wait_s):
                 await self._places.acquire()
@@ -200,7 +196,7 @@ class RayLauncher:
         Raises:
             LaunchError: no node had room, or the task failed before its agent could start.
         """
-        wait_s = self._settings.start_timeout_s
+        wait_s = self._settings.room_timeout_s
         await asyncio.wait(
             (task, line.connected), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
         )

@@ -62,10 +62,11 @@ VERL_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 _SAME = (
     *("agent_name", "agent_import_path", "agent_kwargs", "agent_env", "environment_type"),
     *("environment_import_path", "environment_kwargs", "environment_overrides", "verifier_kwargs"),
-    *("task_path_template", "upload_tasks", "reward_key", "use_local_trial"),
+    *("task_path_template", "upload_tasks", "use_local_trial"),
 )
 RECIPE_NAMES: Mapping[str, str] = {
     **{name: name for name in _SAME},
+    "reward_key": "key",
     "harbor_server_url": "server_url",
     "harbor_server_timeout": "server_timeout_s",
     "harbor_dataset_dirs": "dataset_dirs",

@@ -69,11 +69,9 @@ async def test_grader_of_a_harbor_trial_runs_in_an_empty_folder(
         await grader.close()
 
 
-async def test_reward_is_the_entry_of_reward_key_and_never_a_sum(
-    tmp_path: Path, trial: Trial
-) -> None:
+async def test_reward_is_the_entry_of_key_and_never_a_sum(tmp_path: Path, trial: Trial) -> None:
     trials = ScriptedTrials(rewards={"correct": 1.0, "style": 1.0})
-    result = await launch(tmp_path, trial, trials, reward_key="style")
+    result = await launch(tmp_path, trial, trials, key="style")
     assert result.reward == 1.0
     with pytest.raises(RewardError, match="no 'reward'"):
         await launch(tmp_path / "again", trial, trials)

@@ -263,7 +263,7 @@ async def test_cancelled_trial_deletes_its_job_before_it_raises(
 async def test_further_trials_wait_for_one_of_the_jobs(
     cluster: FakeKubernetes, trial: Trial
 ) -> None:
-    launcher = launcher_of(cluster, jobs=1)
+    launcher = launcher_of(cluster, agents=1)
     trials = [replace(trial, trial_id=f"t-{number}") for number in range(3)]
     ends = [asyncio.create_task(launcher.run(each)) for each in trials]
     for number in range(3):
@@ -275,9 +275,9 @@ async def test_further_trials_wait_for_one_of_the_jobs(
 
 
 async def test_trial_that_gets_no_job_in_time_fails(cluster: FakeKubernetes, trial: Trial) -> None:
-    launcher = launcher_of(cluster, jobs=1, start_timeout_s=0.1)
+    launcher = launcher_of(cluster, agents=1, room_timeout_s=0.1)
     async with launcher.place():
-        with pytest.raises(LaunchError, match=r"none of 1 Jobs.*remote_agent\.kubernetes\.jobs"):
+        with pytest.raises(LaunchError, match=r"none of 1 Jobs.*remote_agent\.kubernetes\.agents"):
             await launcher.run(trial)
     assert cluster.created == []
     await launcher.close()
@@ -504,14 +504,14 @@ async def test_pod_that_never_starts_is_reported_with_its_reason(
         ],
     }
     with pytest.raises(LaunchError, match="Unschedulable: 0/3 nodes are available"):
-        await run(cluster, trial, unschedulable, start_timeout_s=2)
+        await run(cluster, trial, unschedulable, room_timeout_s=2)
     assert cluster.jobs == {}
 
 
 async def test_job_without_a_pod_is_reported(cluster: FakeKubernetes, trial: Trial) -> None:
     cluster.without_pods = True
     with pytest.raises(LaunchError, match="no pod was created"):
-        await run(cluster, trial, start_timeout_s=0.3)
+        await run(cluster, trial, room_timeout_s=0.3)
 
 
 @pytest.mark.parametrize("kind", ["jobs", "pods", "secrets"])

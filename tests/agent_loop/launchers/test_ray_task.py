@@ -162,7 +162,7 @@ async def test_agent_on_a_node_is_like_one_on_this_machine(
         await run(make_trial(), "head -c 2000 /dev/zero > f", workspace_bytes=1000)
 
     with pytest.raises(LaunchError, match=r"no node had room for .*'agents': 2.* within 0 s|1 s"):
-        await run(make_trial(), "true", resources={"agents": 2}, start_timeout_s=0.5)
+        await run(make_trial(), "true", resources={"agents": 2}, room_timeout_s=0.5)
 
 
 @pytest.mark.long

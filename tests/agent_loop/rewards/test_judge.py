@@ -154,7 +154,7 @@ async def test_policy_as_judge_is_asked_in_a_session_of_kind_eval(
     proxy: RunningProxy, make_trial: MakeTrial
 ) -> None:
     proxy.answers("The work is done. Reward: 0.5")
-    judge = Judge(JudgeConfig(policy=True))
+    judge = Judge(JudgeConfig(model="policy"))
     trial = replace(finished(make_trial(), answers=["All done."]), proxy=proxy.control)
     assert await judge.grade(trial) == Graded(0.5)
     await judge.close()
@@ -175,7 +175,7 @@ async def test_answers_of_the_policy_as_judge_are_no_part_of_the_rollout(
     loop = RemoteAgentLoop(
         proxy.control,
         CommandLauncher(CommandConfig(argv=agent)),
-        Judge(JudgeConfig(policy=True)),
+        Judge(JudgeConfig(model="policy")),
         tmp_path / "trials",
         trial=TrialConfig(max_retries=0, sandbox="off"),
     )
@@ -195,7 +195,7 @@ async def test_reward_of_the_policy_as_judge_is_kept_if_its_session_cannot_be_co
             raise ProxyClientError("the proxy is restarting", 0)
 
     proxy.answers("Reward: 0.5")
-    judge = Judge(JudgeConfig(policy=True))
+    judge = Judge(JudgeConfig(model="policy"))
     async with Away(proxy.url, ADMIN_KEY) as client:
         trial = replace(finished(make_trial(), answers=["All done."]), proxy=client)
         assert await judge.grade(trial) == Graded(0.5)
@@ -203,8 +203,8 @@ async def test_reward_of_the_policy_as_judge_is_kept_if_its_session_cannot_be_co
 
 
 async def test_policy_as_judge_needs_a_proxy(make_trial: MakeTrial) -> None:
-    judge = Judge(JudgeConfig(policy=True))
-    with pytest.raises(RewardError, match=r"judge\.policy: this trial was not recorded"):
+    judge = Judge(JudgeConfig(model="policy"))
+    with pytest.raises(RewardError, match=r"judge\.model=policy: this trial was not recorded"):
         await judge.grade(finished(make_trial()))
 
 
@@ -231,7 +231,7 @@ async def test_checkpoint_is_served_once_for_all_trials_and_ended_at_the_close(
 
     (tmp_path / "config.json").touch()
     config = JudgeConfig.model_validate(
-        {"checkpoint": str(tmp_path), "engine": {"max_context_tokens": 512}}
+        {"model": str(tmp_path), "engine": {"max_context_tokens": 512}}
     )
     judge = Judge(config, ServedJudge(tmp_path, config.engine, ScriptedServer))
     endpoint.replies = ["Reward: 1", "Reward: 0"]
@@ -260,7 +260,7 @@ async def test_checkpoint_that_cannot_be_served_fails_the_trials(
             raise EngineError("vLLM did not start (exit code 1)")
 
     (tmp_path / "config.json").touch()
-    config = JudgeConfig(checkpoint=tmp_path)
+    config = JudgeConfig(model=str(tmp_path))
     judge = Judge(config, ServedJudge(tmp_path, config.engine, Broken))
     trial = finished(make_trial())
     for _ in range(2):
@@ -273,14 +273,12 @@ async def test_checkpoint_that_cannot_be_served_fails_the_trials(
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "exactly one of base_url"),
-        ({"policy": True, "checkpoint": "/models/judge"}, "exactly one of base_url"),
-        ({"base_url": "http://h/v1"}, "set both or neither"),
-        ({"policy": True, "model": "judge"}, "set both or neither"),
-        ({"policy": True, "api_key_env": "KEY"}, "api_key_env is the key of base_url"),
+        ({}, r"model\s+Field required"),
+        ({"base_url": "http://h/v1"}, r"model\s+Field required"),
+        ({"model": "policy", "api_key_env": "KEY"}, "api_key_env is the key of base_url"),
     ],
 )
-def test_judge_that_is_not_exactly_one_model_is_refused(
+def test_judge_without_a_model_and_key_without_an_endpoint_are_refused(
     settings: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ValidationError, match=expected):
@@ -288,5 +286,5 @@ def test_judge_that_is_not_exactly_one_model_is_refused(
 
 
 def test_checkpoint_that_does_not_exist_is_refused_before_the_run_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"judge\.checkpoint: .* has no config\.json"):
-        JudgeConfig(checkpoint=tmp_path).build()
+    with pytest.raises(ConfigurationError, match=r"judge\.model: .* has no config\.json"):
+        JudgeConfig(model=str(tmp_path)).build()

@@ -14,7 +14,7 @@ KINDS: dict[str, Any] = {
     "dataset": {"path": "hf://owner/name", "name": "main", "split": "test"},
     "harbor": {"dataset": "org/bench@2.0", "registry": "r.json", "folder": "f", "program": "h"},
     "verifiers": {"env": "gsm8k-v1", "python": "p", "path": [], "harness": "null", "settings": {}},
-    "resets": {"first": 4, "seeds": 2},
+    "resets": {"skip": 4, "take": 2},
 }
 
 

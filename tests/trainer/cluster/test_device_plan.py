@@ -549,7 +549,7 @@ def test_judges_are_planned_or_refused(model: Path) -> None:
         assert found is not None
         return found
 
-    with pytest.raises(ConfigError, match=r"judge\.checkpoint: its server would take 92% of GPU 0"):
+    with pytest.raises(ConfigError, match=r"judge\.model: its server would take 92% of GPU 0"):
         plan({})
     assert (
         "judge, 92% of the memory"

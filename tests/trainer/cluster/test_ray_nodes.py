@@ -81,7 +81,7 @@ def test_engine_of_a_lost_node_moves_to_another_node_or_the_run_ends(
             "backend": "ray",
             "engine_cpus": 0.6,
             "rank_cpus": 0.6,
-            "ready_timeout_s": 60,
+            "room_timeout_s": 60,
         },
     )
     # The configuration refuses this with `shm`, because nodes are usually different machines.
@@ -138,7 +138,7 @@ def test_engine_that_spans_nodes_ends_as_a_whole_and_starts_again_elsewhere(
             "engine_nodes": 2,
             "engine_cpus": 0.6,
             "rank_cpus": 0.6,
-            "ready_timeout_s": 300,
+            "room_timeout_s": 300,
         },
     )
     folder = RunFolder.create(tmp_path / "run")

@@ -38,7 +38,7 @@ def scripted_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(model: Path, **cluster: Any) -> TrainerConfig:
-    cluster = {"backend": "ray", "rank_cpus": 0.1, "ready_timeout_s": 60} | cluster
+    cluster = {"backend": "ray", "rank_cpus": 0.1, "room_timeout_s": 60} | cluster
     relay = {"workers": [{"cpus": 0.1, "resources": SITE}], "restarts": 1}
     return config_of(model, engine=ALONE, cluster=cluster, relay=relay)
 
@@ -79,7 +79,7 @@ def test_worker_runs_where_its_resource_is_and_moves_when_its_node_is_lost(
 def test_worker_without_a_node_is_reported_with_what_the_cluster_has(
     tiny_model: Path, tmp_path: Path, nodes: Any
 ) -> None:
-    settings, folder = config(tiny_model, ready_timeout_s=3), RunFolder.create(tmp_path / "run")
+    settings, folder = config(tiny_model, room_timeout_s=3), RunFolder.create(tmp_path / "run")
 
     async def start() -> None:
         control = RunControl()

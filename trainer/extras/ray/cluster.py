@@ -183,7 +183,7 @@ class RayCluster:
             TrainerError: the node of its bundle is lost, and no other has room for the bundle.
             ActorGoneError: the actor could not be created.
         """
-        timeout_s = self._config.cluster.ready_timeout_s
+        timeout_s = self._config.cluster.room_timeout_s
         lost = ""
         try:
             async with asyncio.timeout(timeout_s):
@@ -200,7 +200,7 @@ class RayCluster:
         except TimeoutError:
             raise TrainerError(
                 f"{lost}{whose} found no node with room for its bundle in {timeout_s:g} s "
-                f"(cluster.ready_timeout_s): {_room()}; start the run again to continue "
+                f"(cluster.room_timeout_s): {_room()}; start the run again to continue "
                 "from the last checkpoint"
             ) from None
 
@@ -331,7 +331,7 @@ async def _reserved(group: Any, wanted: Sequence[Bundle], cluster: ClusterConfig
     total = {name: sum(bundle.get(name, 0) for bundle in wanted) for name in ("CPU", "GPU")}
     missing = [name for name, n in total.items() if n > ray.cluster_resources().get(name, 0)]
     # No node joins a cluster that this run has started.
-    timeout_s = 0.0 if missing and cluster.address is None else cluster.ready_timeout_s
+    timeout_s = 0.0 if missing and cluster.address is None else cluster.room_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             await group.ready()

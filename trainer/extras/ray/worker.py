@@ -33,8 +33,8 @@ class RayWorker:
         self._is_placed = False
 
     async def start(self) -> None:
-        """Raises TrainerError: no node had room for it within `cluster.ready_timeout_s`."""
-        entry, timeout_s = self._entry, self._cluster.ready_timeout_s
+        """Raises TrainerError: no node had room for it within `cluster.room_timeout_s`."""
+        entry, timeout_s = self._entry, self._cluster.room_timeout_s
         self._actor = (
             ray.remote(RelayActor)
             .options(
@@ -54,7 +54,7 @@ class RayWorker:
             wanted = {"CPU": entry.cpus, "GPU": entry.gpus, **entry.resources}
             raise TrainerError(
                 f"relay.workers: {self._order.name} found no node with {wanted} free in "
-                f"{timeout_s:g} s (cluster.ready_timeout_s); the cluster has "
+                f"{timeout_s:g} s (cluster.room_timeout_s); the cluster has "
                 f"{ray.cluster_resources()}, of which are free {ray.available_resources()}"
             ) from None
 

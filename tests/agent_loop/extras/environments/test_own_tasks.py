@@ -110,7 +110,7 @@ def test_openenv_brings_resets_with_seeds() -> None:
 
 
 def test_tasks_of_the_configuration_come_first(tmp_path: Path) -> None:
-    data = DataConfig.model_validate({"train_sources": {"a": {"resets": {"first": 4, "seeds": 1}}}})
+    data = DataConfig.model_validate({"train_sources": {"a": {"resets": {"skip": 4, "take": 1}}}})
     server = RemoteAgentConfig.model_validate({"openenv": {"url": "http://127.0.0.1:8000"}})
     assert with_own_tasks(data, server.agent) is data
     assert training_tasks(data).draw().data == {"reset": {"seed": 4}}
