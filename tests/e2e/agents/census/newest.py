@@ -83,8 +83,9 @@ def wanted(pinned: Mapping[str, str]) -> dict[str, str]:
 
 def news(pinned: Row | None, newest: Row) -> list[str]:
     """What is different in the newest version of an agent."""
+    faults = [f"{newest.agent}: {fault}" for fault in newest.faults()]
     if pinned is None:
-        return [f"{newest.agent} {newest.version}: the pinned version has no result"]
+        return [f"{newest.agent} {newest.version}: the pinned version has no result", *faults]
     out = []
     if newest.version != pinned.version:
         out.append(f"{newest.agent}: {pinned.version} → {newest.version}")
@@ -92,9 +93,7 @@ def news(pinned: Row | None, newest: Row) -> list[str]:
     went = sorted(set(pinned.offered) - set(newest.offered))
     out += [f"{newest.agent}: new tool {name}" for name in came]
     out += [f"{newest.agent}: no tool {name} any more" for name in went]
-    if not newest.good:
-        out += [f"{newest.agent}: {fault}" for fault in newest.faults()]
-    return out
+    return [*out, *faults]
 
 
 async def compare(names: Sequence[str], family: str) -> None:

@@ -33,4 +33,5 @@ def test_news_are_versions_tools_and_faults() -> None:
         "pi: no tool read any more",
         "pi: 400 no",
     ]
-    assert news(None, newest) == ["pi 1.6.0: the pinned version has no result"]
+    unknown = "pi 1.6.0: the pinned version has no result"
+    assert news(None, newest) == [unknown, "pi: 400 no"]
