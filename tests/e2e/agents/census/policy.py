@@ -32,7 +32,8 @@ SUB_TASK = "Sub-task"
 """What the prompt of every sub-agent begins with."""
 SUMMARY = "<summary>\nEverything so far went well; what is left is in the next message.\n</summary>"
 _ASKED = re.compile(rf"(?s).*(?:\bPart (?P<part>\d+): |{SUB_TASK})")
-"""The last prompt in a text."""
+"""Matches a text up to its last prompt: from its start, because a search would take the square of a
+long text's length."""
 _ASKS_SUMMARY = re.compile(r"(?i)(?<![</])summar|checkpoint|compact|state_snapshot")
 REPORT = "It is done. 🙂"
 
@@ -206,7 +207,7 @@ def role_of(conversation: Conversation) -> str:
     """Who asks: the `main` agent or something `side` of it, a `sub-agent`, or the agent's client,
     for a `summary`."""
     last = conversation.messages[-1]
-    if last.role == "user" and _ASKS_SUMMARY.search(last.text) and not _ASKED.search(last.text):
+    if last.role == "user" and _ASKS_SUMMARY.search(last.text) and not _ASKED.match(last.text):
         return "summary"
     asked = _last_prompt(conversation)
     if asked is None:
@@ -244,7 +245,7 @@ def _part(conversation: Conversation) -> int | None:
 
 def _last_prompt(conversation: Conversation) -> re.Match[str] | None:
     texts = (m.text for m in reversed(conversation.messages) if m.role != "tool")
-    return next((found for found in map(_ASKED.search, texts) if found), None)
+    return next((found for found in map(_ASKED.match, texts) if found), None)
 
 
 def _filled(step: Step, results: Sequence[str]) -> Step:
