@@ -50,6 +50,8 @@ class Agent:
     """How the policy ends a part."""
     reports: Mapping[str, Arguments] = field(default_factory=dict)
     """The tool by which a sub-agent ends, if it has one, with its arguments."""
+    opens: Mapping[str, Arguments] = field(default_factory=dict)
+    """Calls that come first if their tools are offered: what they find is offered then, too."""
     checks_names: bool = True
     """It answers a call of an unknown tool; a script on an SDK may end with an error."""
     one_call: bool = False
@@ -81,7 +83,9 @@ class Agent:
 
     def plan(self, tools: list[dict[str, Any]], workspace: str, part: int) -> list[Step]:
         """The policy's steps in a part: its own ones, and every other tool twice."""
-        steps = self.work_plan(tools, workspace, part)
+        offered = {tool["function"]["name"] for tool in tools}
+        opening = [_one(name, **given) for name, given in self.opens.items() if name in offered]
+        steps = [*opening, *self.work_plan(tools, workspace, part)]
         if self.text_only or part > 1:
             return steps
         made = Counter(name for step in steps for name, _ in step.calls)
@@ -226,6 +230,13 @@ _CODEX_STEPS = (
 )
 
 
+_DEFERRED = (
+    *("CronCreate", "CronDelete", "CronList", "EnterWorktree", "ExitWorktree", "Monitor"),
+    *("NotebookEdit", "SendMessage", "TaskStop", "WebFetch", "WebSearch"),
+)
+"""Tools that Claude Code 2.1.332 offers when its ToolSearch has found them."""
+
+
 def agents(root: Path = AGENTS) -> dict[str, Agent]:
     """Every agent by its name; they are installed in `root`."""
     claude = example("claude_code")
@@ -262,6 +273,7 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                 _one("TaskUpdate", taskId="1", status="in_progress"),
                 _one("TaskUpdate", taskId="1", status="completed"),
             ),
+            opens={"ToolSearch": {"query": f"select:{','.join(_DEFERRED)}", "max_results": 30}},
             designs=(
                 Design(
                     "web search",

@@ -170,7 +170,7 @@ class Policy:
             self._steps[part] = self._one_by_one(self._plan(conversation.tools, workspace, part))
         step = next(self._steps[part], None)
         if step is None and self._late is not None and part == 1:
-            late = self._late(conversation.tools, workspace, self.counts())
+            late = self._late(offered_tools(conversation), workspace, self.counts())
             self._steps[part] = self._one_by_one(list(late))
             step = next(self._steps[part], None)
         step = step or self._last
@@ -213,6 +213,18 @@ def role_of(conversation: Conversation) -> str:
     if asked is None:
         return "side"
     return "main" if asked["part"] else "sub-agent"
+
+
+def offered_tools(conversation: Conversation) -> list[dict[str, Any]]:
+    """The tools of a request, and those that the results of tool searches in it describe."""
+    tools = {tool["function"]["name"]: tool for tool in conversation.tools}
+    results = [message.text for message in conversation.messages if message.role == "tool"]
+    for line in "\n".join(text for text in results if '"input_schema":' in text).split("\n"):
+        found = json.loads(line) if line.startswith('{"name"') else {}
+        if "input_schema" in found:
+            function = {"name": found["name"], "parameters": found["input_schema"]}
+            tools.setdefault(found["name"], {"type": "function", "function": function})
+    return list(tools.values())
 
 
 def _answer_schema(sampling: Any) -> dict[str, Any] | None:

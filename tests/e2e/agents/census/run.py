@@ -23,7 +23,7 @@ from proxy.conversation.recorded import load_conversation
 from proxy.records import SessionKind, Turn, TurnStatus
 from tests.e2e.agents.census.agents import Agent
 from tests.e2e.agents.census.families import Writer
-from tests.e2e.agents.census.policy import SUMMARY, Plan, Policy, Written, role_of
+from tests.e2e.agents.census.policy import SUMMARY, Plan, Policy, Written, offered_tools, role_of
 from tests.proxy.conftest import RunningProxy
 
 PROVIDER_TOOL = "would be run by the model's provider"
@@ -215,7 +215,7 @@ def _row(
 def _tools(turns: Sequence[Turn], written: Sequence[Written]) -> list[dict[str, Any]]:
     """The tools that the main agent offers."""
     found = (load_conversation(turns, each.turn) for each in written if each.role == "main")
-    return [tool for each in found if each for tool in each.conversation.tools]
+    return [tool for each in found if each for tool in offered_tools(each.conversation)]
 
 
 def _codes(rollout: Rollout) -> list[str]:
