@@ -9,6 +9,7 @@
     agentic-train sft --config FILE [key=value …] supervised fine-tuning on recorded sessions
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
     agentic-train status RUN [--json]             how the run is doing, why, and what to do
+    agentic-train explain NAME                    what a setting, a metric or a verdict is
     agentic-train report RUN                      write RUN/report.html from the run's folder
     agentic-train audit RUN                       every token was trained or has a reason
     agentic-train replay RUN [--from STEP]        the same weights again, from the record

@@ -1,13 +1,4 @@
-"""How a run is doing, decided once, from what its folder says.
-
-    failing         trials fail: the agent, the verifier or a part of one's own
-    starved         trials fail or wait for the infrastructure: engine, proxy, disk, network
-    collapsed       it was better: rewards fell far below their best, or held-out success fell
-    learning        rewards, or held-out success, rose by more than chance
-    already solved  most groups have nothing to learn: every rollout succeeds
-    too hard        most groups have nothing to learn: every rollout gets the same low reward
-    not separating  there were steps enough, and rewards did not move by more than chance
-    too early       none of these can be said yet
+"""How a run is doing, decided once, from what its folder says: one of `MEANINGS`.
 
 The first that holds, in this order, is the verdict. Each comes with the evidence that decided, with
 95 % intervals; with its cause; and with commands to go on with. The console, the page, the report,
@@ -54,6 +45,17 @@ class Word(StrEnum):
     NOT_SEPARATING = "not separating"
     TOO_EARLY = "too early"
 
+
+MEANINGS: Mapping[Word, str] = {
+    Word.FAILING: "trials fail: the agent, the verifier or a part of one's own",
+    Word.STARVED: "trials fail or wait for the infrastructure: engine, proxy, disk, network",
+    Word.COLLAPSED: "it was better: rewards fell far below their best, or held-out success fell",
+    Word.LEARNING: "rewards, or held-out success, rose by more than chance",
+    Word.ALREADY_SOLVED: "most groups have nothing to learn: every rollout succeeds",
+    Word.TOO_HARD: "most groups have nothing to learn: every rollout gets the same low reward",
+    Word.NOT_SEPARATING: "there were steps enough, and rewards did not move by more than chance",
+    Word.TOO_EARLY: "none of these can be said yet",
+}
 
 WINDOW_STEPS = 10
 """The last steps, by which the present is judged."""

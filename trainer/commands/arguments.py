@@ -110,6 +110,12 @@ def _status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
+def _explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME", help="a setting, a metric or a verdict, or its end"
+    )
+
+
 def _trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
@@ -175,6 +181,11 @@ COMMANDS = {
         "Says how a run is doing, why, and what to do next, from its folder.",
         _status,
         "trainer.commands.status",
+    ),
+    "explain": CommandLine(
+        "Says what a setting, a metric or a verdict is.",
+        _explain,
+        "trainer.commands.explain",
     ),
     "trace": CommandLine(
         "Writes what a run did when as a file that https://ui.perfetto.dev opens.",

@@ -130,7 +130,7 @@ class Page:
         others = [key for key in keys if not key.is_common]
 
         def line(key: Key) -> str:
-            return _line(key, self._elsewhere(key, of_proxy=of_proxy))
+            return key_line(key, self._elsewhere(key, of_proxy=of_proxy))
 
         if len(others) <= 1 or not common:
             return [line(key) for key in keys]
@@ -208,7 +208,8 @@ def names_of(key: Key) -> list[str]:
     return key.part_names or list(NAMES.get(key.dotted, tuple)())
 
 
-def _line(key: Key, elsewhere: str = "") -> str:
+def key_line(key: Key, elsewhere: str = "") -> str:
+    """A key's line of the page."""
     verl = {key: name for name, key in VERL_NAMES.items()}
     text = f": {_linked(key.text)}" if key.text else ""
     names = f" Names: {_listed(names_of(key))}." if names_of(key) else ""

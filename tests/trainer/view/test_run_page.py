@@ -123,6 +123,10 @@ async def test_curves_grow_while_the_run_trains_and_keys_open_the_groups_of_a_st
     await tab.until("location.hash === '#/run/run?step=1'")
     await tab.until("document.querySelector('#step-title').textContent.includes('step 1')")
     await tab.until("document.querySelector('.groups tbody a').href.includes('step=1')")
+    await tab.click(".chart summary")
+    await tab.until("document.querySelector('.chart .about').open")
+    assert "rollout/success (share, 0 to 1): Judged trials" in await tab.text(".chart .about")
+    assert await tab.evaluate("location.hash") == "#/run/run?step=1"
     await tab.click(".groups tbody a")
     await tab.until("document.querySelectorAll('.aligned thead th').length === 4")
     await tab.until("document.querySelector('.parting q')")

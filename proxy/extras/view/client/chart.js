@@ -68,11 +68,12 @@ export function stepTicks(low, high) {
 const valueAt = (points, step) => points.findLast(([x]) => x <= step)?.[1] ?? null;
 
 /**
- * `range`: values that the axis shows at least; `shares`: they are shares, in percent.
- * @param {{title: string, unit?: string, lines: Line[], range?: [number, number] | undefined, shares?: boolean, cursor: number | null,
+ * `range`: values that the axis shows at least; `shares`: they are shares, in percent; `about`: what
+ * a reader is told about each metric, line by line.
+ * @param {{title: string, unit?: string, lines: Line[], about?: string[][], range?: [number, number] | undefined, shares?: boolean, cursor: number | null,
  *   point: (step: number) => void, open?: ((step: number) => void) | undefined}} given
  */
-export function Chart({ title, unit, lines, range, shares, cursor, point, open }) {
+export function Chart({ title, unit, lines, about, range, shares, cursor, point, open }) {
   const words = shares ? share : number;
   const shown = lines.filter((line) => line.points.length > 0);
   if (shown.length === 0) return null;
@@ -115,7 +116,9 @@ export function Chart({ title, unit, lines, range, shares, cursor, point, open }
     </svg>
     <ul class="legend">${shown.map((line) => html`<li><svg viewBox="0 0 18 6" width="18" height="6" aria-hidden="true">
       <g class=${`line run${line.run % 6} dash${line.dash % 4}`}><polyline points="0,3 18,3" /></g></svg>
-      ${line.name && html`<bdi>${line.name}</bdi>${" "}`}<b>${words(valueAt(line.points, at))}</b></li>`)}</ul></figure>`;
+      ${line.name && html`<bdi>${line.name}</bdi>${" "}`}<b>${words(valueAt(line.points, at))}</b></li>`)}</ul>
+    ${about !== undefined && about.length > 0 && html`<details class="about"><summary aria-label=${`what is this? ${title}`}>what is this?</summary>
+      ${about.map((said) => html`<p>${said.map((each) => html`<span>${each}</span>`)}</p>`)}</details>`}</figure>`;
 }
 
 /** `Math.min(...values)` for any number of values. @param {number[]} values @param {(a: number, b: number) => number} of */

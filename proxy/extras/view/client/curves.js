@@ -1,6 +1,7 @@
 // The curves of runs, drawn over each other, and the evaluations of one of them.
 import { Chart } from "./chart.js";
 import { number, oneLine, share, shares } from "./format.js";
+import { METRICS } from "./metrics.js";
 import { html, useEffect, useState } from "./page.js";
 
 /** @typedef {import("./types.d.ts").Evaluation} Evaluation */
@@ -48,6 +49,7 @@ export function Curves({ runs, evaluations, open, first }) {
   const last = Math.max(0, ...runs.map((run) => run.last));
   /** @param {KeyboardEvent} event */
   const key = (event) => {
+    if (/** @type {Element} */ (event.target).tagName === "SUMMARY") return;
     const move = { ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10 }[event.key];
     if (move !== undefined) point(Math.max(0, Math.min(last, (cursor ?? last) + move)));
     else if (event.key === "Enter" && open) open(cursor ?? last);
@@ -71,7 +73,7 @@ export function Curves({ runs, evaluations, open, first }) {
   /** @param {[string, string, Record<string, string>][]} panels */
   const charts = (panels) => html`<div class="charts" tabindex="0" role="group"
       aria-label=${`Curves; left and right choose a step${open ? ", Enter opens its groups" : ""}`} onKeyDown=${key}>
-    ${panels.map(([title, unit, wanted]) => html`<${Chart} key=${title} title=${title} unit=${unit} lines=${lines(wanted)} range=${title === WHOLE ? [0, 1] : undefined} shares=${unit.startsWith(SHARES)} ...${given} />`)}</div>`;
+    ${panels.map(([title, unit, wanted]) => html`<${Chart} key=${title} title=${title} unit=${unit} lines=${lines(wanted)} about=${about(wanted)} range=${title === WHOLE ? [0, 1] : undefined} shares=${unit.startsWith(SHARES)} ...${given} />`)}</div>`;
   const folded = known.slice(first ?? known.length);
   return html`<section aria-label="Curves">${charts(known.slice(0, first))}
     ${folded.length > 0 && html`<${Folded} title=${`${folded.length} more curves`} printed=${true}>${() => charts(folded)}<//>`}
@@ -91,6 +93,10 @@ function withPolicies(metrics) {
     Object.entries(wanted).map(([label, metric]) => [[policy, label].filter(Boolean).join(" "), `policies/${policy}/${metric}`])
       .filter(([, metric]) => metric !== undefined && known.has(metric)))) }]);
 }
+
+/** What is known of the metrics, each once. @param {Record<string, string>} wanted @returns {string[][]} */
+const about = (wanted) => [...new Set(Object.values(wanted).map((metric) => metric.replace(/^policies\/[^/]+\//, "")))]
+  .flatMap((metric) => (METRICS[metric] ? [METRICS[metric]] : []));
 
 /**
  * What is made when the reader opens it, or prints the page.
