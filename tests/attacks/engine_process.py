@@ -1,7 +1,7 @@
 """A scripted engine as a separate process that can be killed: arguments CHECKPOINT PORT DELAY_S.
 
 Each answer contains the length of its prompt, so that all answers of a conversation differ. A
-prompt that contains POISON ends the process before its first token.
+prompt that contains POISON ends the process before its first token, with the exit code POISONED.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 from proxy.config import RenderingConfig
@@ -17,11 +18,16 @@ from proxy.rendering.tokenizer import load_tokenizer
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
 
 POISON = "This request ends its engine."
+POISONED = 86
+"""No other end of the process has this exit code."""
 
 
 def answer(prompt: str) -> str:
     if POISON in prompt:
-        os._exit(1)
+        # Its clients see this a moment before its parent sees its end, on a busy machine always.
+        os.closerange(3, 1024)
+        time.sleep(0.2)
+        os._exit(POISONED)
     return f"That is {len(prompt)} characters, thank you."
 
 

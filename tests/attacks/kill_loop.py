@@ -32,7 +32,7 @@ import yaml
 from proxy.client import ProxyClient, SessionHandle
 from proxy.conversation.messages import load_answer
 from proxy.records import Turn, TurnStatus
-from tests.attacks.engine_process import POISON
+from tests.attacks.engine_process import POISON, POISONED
 from tests.attacks.server import family, line_of
 from tests.attacks.victim import ADMIN_KEY
 from tests.postgres_server import PostgresServer, binaries, postgres_process
@@ -57,6 +57,8 @@ class Program:
 
     argv: Sequence[str]
     log: Path
+    restarted_after: int | None = None
+    """The exit code after which `watch` starts it again, whenever it ends with it."""
     up: asyncio.Event = field(default_factory=asyncio.Event)
     process: asyncio.subprocess.Process | None = None
 
@@ -73,23 +75,19 @@ class Program:
         self.up.set()
 
     async def watch(self) -> NoReturn:
-        """Raises RuntimeError when it has ended without being killed by `kill`."""
+        """Raises RuntimeError when it has ended without being killed by `kill`, and not with
+        `restarted_after`."""
         while True:
             await self.up.wait()
             assert self.process is not None
             code = await self.process.wait()
-            if self.up.is_set():
+            if not self.up.is_set():
+                continue  # by `kill`
+            if code != self.restarted_after:
                 log = self.log.read_text(errors="replace")[-2000:]
                 raise RuntimeError(f"{self.argv[0]} ended by itself with code {code}: {log}")
-
-    @property
-    def has_ended(self) -> bool:
-        """Also if asyncio does not know it yet."""
-        assert self.process is not None
-        if self.process.returncode is not None:
-            return True
-        state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state == "Z"
+            self.up.clear()
+            await self.start()
 
     async def kill(self) -> None:
         """Its worker processes end by themselves, and then the port is free."""
@@ -222,6 +220,7 @@ class Scene:
         elif target == "worker":
             self.proxy.kill_child(self.rng)
         elif target == "engine":
+            await self.engine.up.wait()  # what poison ended is being started again
             await self.engine.kill()
             await self.engine.start()
         elif target == "poison":
@@ -231,21 +230,13 @@ class Scene:
             await asyncio.to_thread(self.postgres.start)
 
     async def _poison(self) -> None:
-        """Raises AssertionError if the request is answered, or refused for another reason."""
+        """Returns when the request is refused. An engine that it ended is started again by its
+        `watch`, at whatever moment its end becomes known.
+
+        Raises AssertionError if the request is answered, or refused for another reason.
+        """
         session = await self.control.create_session()
-        refused = asyncio.create_task(_refused(session, f"{POISON} {self.rng.random()}"))
-        self.engine.up.clear()  # it is expected to end
-        while not refused.done() or self.engine.has_ended:
-            assert self.engine.process is not None
-            ended = asyncio.create_task(self.engine.process.wait())
-            waits = {ended} if refused.done() else {ended, refused}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                await self.engine.start()
-                self.engine.up.clear()
-            ended.cancel()
-        self.engine.up.set()
-        await refused
+        await _refused(session, f"{POISON} {self.rng.random()}")
 
 
 async def _refused(session: SessionHandle, text: str) -> None:
@@ -307,6 +298,7 @@ async def scene(folder: Path, targets: Sequence[str], rng: random.Random) -> Asy
         engine = Program(
             ("tests.attacks.engine_process", str(checkpoint), str(engine_port), str(TOKEN_DELAY_S)),
             folder / "engine.log",
+            restarted_after=POISONED,
         )
         config = folder / "proxy.yaml"
         settings = {
@@ -332,15 +324,33 @@ async def kill_loop(
     seed: int,
     stop: asyncio.Event | None = None,
 ) -> Report:
-    """Raises AssertionError where an agent got an answer that is not a retryable refusal.
+    """Raises AssertionError where an agent got an answer that is not a retryable refusal; every
+    error has a note with the seed and what happened last.
 
     `stop` ends the killing early.
     """
-    rng, stop = random.Random(seed), stop or asyncio.Event()
-    sessions = TURNS_PER_KILL * (kills + 1) // AGENTS // TURNS_PER_SESSION + 1
-    killed: Counter[str] = Counter()
     story: list[tuple[float, str]] = []
     """When something was killed, or a call had to be repeated, in Unix seconds."""
+    try:
+        return await _kill(folder, targets, kills, random.Random(seed), stop, story)
+    except BaseException as error:
+        now = time.time()
+        last = (f"{now - at:.2f} s before: {what}" for at, what in story[-30:])
+        error.add_note("\n".join([f"seed {seed}, targets {' '.join(targets)}", *last]))
+        raise
+
+
+async def _kill(
+    folder: Path,
+    targets: Sequence[str],
+    kills: int,
+    rng: random.Random,
+    stop: asyncio.Event | None,
+    story: list[tuple[float, str]],
+) -> Report:
+    stop = stop or asyncio.Event()
+    sessions = TURNS_PER_KILL * (kills + 1) // AGENTS // TURNS_PER_SESSION + 1
+    killed: Counter[str] = Counter()
     async with scene(folder, targets, rng) as place:
         answered: asyncio.Queue[int] = asyncio.Queue()
         agents = [
@@ -390,7 +400,8 @@ async def _examine(
             trial = session.trial_id
             _, turns = await control.get_turns(trial)
             done = [load_answer(t.answer).text for t in turns if t.status is TurnStatus.DONE]
-            lost += [f"{trial}: {text}" for text in (Counter(answers) - Counter(done)).elements()]
+            missing = Counter(answers) - Counter(done)
+            lost += [f"{trial}: {text} {_told(turns, text, story)}" for text in missing.elements()]
             extra = Counter(done) - Counter(answers)
             doubled += [f"{trial}: {text} {_told(turns, text, story)}" for text in extra.elements()]
             if not lost and not doubled and done != answers:
@@ -410,6 +421,8 @@ async def _examine(
 def _told(turns: Sequence[Turn], text: str, story: Sequence[tuple[float, str]]) -> str:
     """The turns with this answer, and what was killed and refused around them."""
     same = [t for t in turns if t.answer and load_answer(t.answer).text == text]
+    if not same:
+        return f"in none of {len(turns)} turns"
     first, last = same[0].started_at, same[-1].started_at
     told = [(t.started_at, f"#{t.index} {t.status.value} after #{t.parent}") for t in same]
     told += [(at, what) for at, what in story if first - 5 < at < last + 5]

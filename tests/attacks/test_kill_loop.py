@@ -27,7 +27,7 @@ async def test_every_answer_is_recorded_once_whatever_is_killed(
     tmp_path: Path, targets: tuple[str, ...], seed: int
 ) -> None:
     report = await kill_loop(tmp_path, targets, kills=3, seed=seed)
-    assert not report.broken
+    assert not report.broken, f"seed {seed}: {report.summary()}: {report.broken}"
 
 
 async def test_no_agent_sees_an_error_when_only_the_engine_is_killed(tmp_path: Path) -> None:
