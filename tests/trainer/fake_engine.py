@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +54,8 @@ class FakeEngine:
         self.hangs = self.hangs or route in ("/die", "/die_deaf")
         if route == "/init_weight_transfer_engine" and "report" in body["init_info"]:
             report = {"digest": body["init_info"]["digest"], "reason": ""}
-            Path(body["init_info"]["report"]).write_text(json.dumps(report) + "\n")
+            with suppress(OSError):  # as vLLM's side: the holder of the memory has ended
+                Path(body["init_info"]["report"]).write_text(json.dumps(report) + "\n")
         if route == "/finish_weight_update":
             self.version = body["weight_version"]
         if route == "/v1/load_lora_adapter":

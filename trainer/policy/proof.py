@@ -82,6 +82,8 @@ def prove(settings: Any, path: Path) -> str:
         difference = find_difference(small)
     except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
+        if isinstance(error, TypeError) and (unset := _open_sizes(settings)):
+            reason += f" (config.json leaves open {', '.join(unset)})"
         raise ConfigError(
             f"model.path: {path}: {settings.model_type} models cannot be computed packed: {reason};"
             " use another model"
@@ -96,6 +98,12 @@ def prove(settings: Any, path: Path) -> str:
         known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(in_pieces, encoding="utf-8")
     return in_pieces
+
+
+def _open_sizes(settings: Any) -> list[str]:
+    """The sizes that the configuration has without a value, which a model's code may need."""
+    values = settings.get_text_config().to_dict().items()
+    return [name for name, value in values if value is None and name.endswith(("_dim", "_size"))]
 
 
 def find_difference(small: Any) -> str | None:

@@ -51,6 +51,33 @@ class SegmentWriter:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("agentic-rl-weights")
+        self._size_bytes = 0
+        self._map: mmap.mmap | None = None
+        self._begin_holder()
+
+    @property
+    def path(self) -> str:
+        """Where readers find the memory: another path with each holder."""
+        return f"/proc/{self._holder.pid}/fd/{self._fd}"
+
+    @property
+    def held(self) -> bool:
+        """False after the holder has ended, by `kill -9` or for want of memory: readers do not find
+        the memory."""
+        return self._holder.poll() is None
+
+    def hold(self) -> None:
+        """Starts another holder if there is none. The memory's content is what it was."""
+        if not self.held:
+            os.close(self.reports)
+            self._end_holder()
+            self._begin_holder()
+
+    def until_ended(self) -> None:
+        """Waits for the end of a holder that has closed its descriptors: it ends at once."""
+        self._holder.wait()
+
+    def _begin_holder(self) -> None:
         self.reports, report_fd = os.pipe()
         """What readers write to `report_path`: a descriptor to read from."""
         self._holder = subprocess.Popen(
@@ -59,8 +86,9 @@ class SegmentWriter:
         os.close(report_fd)
         self.report_path = f"/proc/{self._holder.pid}/fd/{report_fd}"
         """The pipe by which readers report to the writer."""
-        self._size_bytes = 0
-        self._map: mmap.mmap | None = None
+
+    def _end_holder(self) -> None:
+        self._holder.communicate()  # closes its standard input
 
     def write(self, tensors: Iterable[Named]) -> Written:
         """Copies the tensors into the segment one by one, from any device. Readers must not read at
@@ -79,14 +107,13 @@ class SegmentWriter:
         whole = self._reserve(end + len(index))
         whole[end : end + len(index)] = index
         whole[:HEAD_BYTES] = segment_head(end, index)
-        path = f"/proc/{self._holder.pid}/fd/{self._fd}"
-        return Written(path, end + len(index), total.hexdigest())
+        return Written(self.path, end + len(index), total.hexdigest())
 
     def close(self) -> None:
         self._map = None
         os.close(self._fd)
         os.close(self.reports)
-        self._holder.communicate()  # closes its standard input
+        self._end_holder()
 
     def _reserve(self, size_bytes: int) -> mmap.mmap:
         if self._map is None or size_bytes > self._size_bytes:

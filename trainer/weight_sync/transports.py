@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from threading import Thread
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -79,12 +79,26 @@ class SharedMemoryTransport:
         """Why workers have not staged the last weights: they load them while sampling is paused."""
 
     def stage(self, weights: Iterable[Named], shapes: Shapes | None) -> None:
-        """Raises WeightSyncError: an engine, or the process that holds the memory, has died; or an
-        engine has not staged the weights in time."""
+        """Raises WeightSyncError: an engine has died, or has not staged the weights in time."""
         self._written = self.segment.write(weights)
-        info = asdict(self._written) | {"report": self.segment.report_path}
+        self._held(self._stage)
+
+    def _stage(self, written: Written) -> None:
+        info = asdict(written) | {"report": self.segment.report_path}
         self._control.init_weight_transfer_engine(info)
-        self.unstaged = list(filter(None, self._reasons(self._written.digest)))
+        self.unstaged = list(filter(None, self._reasons(written.digest)))
+
+    def _held(self, step: Callable[[Written], None]) -> None:
+        """Does one step of an update, again if it failed because the process that holds the memory
+        had ended. Its replacement has the same memory at another path."""
+        assert self._written is not None
+        while True:
+            self.segment.hold()
+            try:
+                return step(replace(self._written, path=self.segment.path))
+            except WeightSyncError:
+                if self.segment.held:
+                    raise
 
     def _reasons(self, digest: str) -> list[str]:
         """What each worker reports about the weights with this digest."""
@@ -100,19 +114,19 @@ class SharedMemoryTransport:
                     )
                 continue
             if not (read := os.read(self.segment.reports, _REPORTS_BYTES)):
-                raise WeightSyncError(
-                    "the process that holds the weights' shared memory has ended; start the run "
-                    "again: it continues from its last checkpoint"
-                )
+                self.segment.until_ended()
+                raise WeightSyncError("the process that holds the weights' memory has ended")
             *whole, rest = (rest + read).split(b"\n")
             reports = map(json.loads, whole)
             lines += [each for each in reports if each["digest"] == digest]
         return [each["reason"] for each in lines]
 
     def send(self) -> None:
-        assert self._written is not None
+        self._held(self._send)
+
+    def _send(self, written: Written) -> None:
         self._control.start_weight_update()
-        self._control.update_weights(asdict(self._written))
+        self._control.update_weights(asdict(written))
         self._control.finish_weight_update()
 
     def close(self) -> None:

@@ -10,9 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.trainer.policy.test_policy import make_policy
-from trainer.checkpoint import with_untrained
-from trainer.policy.proof import randomize
+from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
+from tests.trainer.policy.test_policy import make_policy, plain_logprobs
+from trainer.batch import Batch
+from trainer.checkpoint import _export, as_in_source, with_untrained
+from trainer.policy.architecture import without_noise
+from trainer.policy.policy import Policy
+from trainer.policy.proof import _paths, randomize
 from trainer.policy.shrink import shrunk
 
 
@@ -101,3 +105,45 @@ def test_stale_copy_of_a_tied_output_layer_is_not_exported(tmp_path: Path) -> No
     ours = [("model.embed_tokens.weight", torch.ones(2))]
     names = [name for name, _ in with_untrained(ours, tmp_path)]
     assert names == ["model.embed_tokens.weight", "mtp.weight"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture", [a for a in ARCHITECTURES if not a.refused], ids=lambda each: each.title
+)
+def test_export_of_every_architecture_is_the_trained_model_in_transformers(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    """Small random weights of its text model are changed, exported, and read by transformers, whose
+    own code gives the trainer's log-probabilities."""
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shrunk(without_noise(architecture.settings())))
+    randomize(model)
+    model.save_pretrained(source)
+    policy, batch = make_policy(source), _paths()
+    before = logprobs(policy, batch)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter *= 1 + 0.1 * torch.randn_like(parameter)
+    trained = logprobs(policy, batch)
+    assert float((trained - before).abs().max()) > 1e-2
+
+    exported.mkdir()
+    whole = with_untrained(policy.named_hf_parameters(), source)
+    _export(as_in_source(whole, source), source, exported)
+    ours, theirs = (
+        {
+            name: (tensor.shape, tensor.dtype)
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        for folder in (exported, source)
+    )
+    assert ours == theirs
+    _, read = plain_logprobs(exported, batch, 1.0)
+    torch.testing.assert_close(read.detach(), trained, atol=1e-4, rtol=1e-4)
+
+
+def logprobs(policy: Policy, batch: Batch) -> torch.Tensor:
+    return policy.compute_logprobs(batch, temperature=1.0).logprobs

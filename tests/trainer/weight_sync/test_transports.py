@@ -13,6 +13,7 @@ import torch
 from tests.trainer.fake_engine import FakeEngine, serving
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.segment import SegmentReader, Written
 from trainer.weight_sync.transports import SharedMemoryTransport
 
 WEIGHTS = [("norm", torch.ones(3))]
@@ -57,25 +58,38 @@ def test_engine_that_dies_while_it_stages_ends_the_wait() -> None:
         transport.close()
 
 
-def test_end_of_the_process_that_holds_the_memory_ends_the_wait(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "call", ["init_weight_transfer_engine", "start_weight_update", "update_weights"]
+)
+def test_process_that_holds_the_memory_is_replaced_at_any_moment_of_an_update(
+    call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(FakeEngine()) as (_, url):
-        transport = SharedMemoryTransport(EngineControl([url]))
-        holder = int(transport.segment.report_path.split("/")[2])
-        reads, read = list[bytes](), os.read
+    honest, kills = getattr(EngineControl, call), [True]
 
-        def counted(fd: int, size: int) -> bytes:
-            assert len(reads) < 5, "it reads for ever"
-            reads.append(read(fd, size))
-            return reads[-1]
+    def killed_once(control: EngineControl, *arguments: Any) -> None:
+        if kills:
+            kills.pop()
+            os.kill(holder := int(transport.segment.path.split("/")[2]), signal.SIGKILL)
+            os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
+            if call != "init_weight_transfer_engine":  # which answers, and whose workers cannot
+                raise WeightSyncError(f"there is no {transport.segment.path}")
+        honest(control, *arguments)
 
-        monkeypatch.setattr(os, "read", counted)
-        monkeypatch.setattr(
-            EngineControl,
-            "init_weight_transfer_engine",
-            lambda *_: os.kill(holder, signal.SIGKILL),
-        )
-        with pytest.raises(WeightSyncError, match="holds the weights' shared memory has ended"):
-            transport.stage(WEIGHTS, None)
+    monkeypatch.setattr(EngineControl, call, killed_once)
+    with serving(FakeEngine()) as (engine, url):
+        control = EngineControl([url])
+        control.next_version = 3
+        transport = SharedMemoryTransport(control)
+        first = transport.segment.path
+        transport.stage(WEIGHTS, None)
+        transport.send()
+        assert transport.segment.path != first
+        _, tensor = SegmentReader().receive(Written(transport.segment.path, *written(transport)))[0]
+        torch.testing.assert_close(tensor, WEIGHTS[0][1])
+        assert engine.version == "3"
         transport.close()
+
+
+def written(transport: SharedMemoryTransport) -> tuple[int, str]:
+    assert transport._written is not None
+    return transport._written.size_bytes, transport._written.digest
