@@ -33,12 +33,18 @@ class Metrics:
             "unknown_fields", "Fields of requests that no known API has", "dialect", "name"
         )
         self._unknown_names: set[str] = set()
-        self._shown = self.counter(
-            "shown_as_text", "Parts of requests that models see as a short text", "type"
-        )
-        self._left_out = self.counter(
-            "tools_left_out", "Tools that only a provider can run, in requests", "type"
-        )
+        self._noted = {
+            "shown_as_text": self.counter(
+                "shown_as_text", "Parts of requests that models see as a short text", "type"
+            ),
+            "tools_left_out": self.counter(
+                "tools_left_out", "Tools that only a provider can run, in requests", "type"
+            ),
+            "scrubbed": self.counter(
+                "scrubbed", "Texts that a profile removed from system messages", "pattern"
+            ),
+        }
+        """Kind of a note → how often."""
         self._noted_types: set[str] = set()
         self._provider_tools = self.counter(
             "provider_tool_calls", "Calls of a provider's tools that the proxy ran", "tool", "end"
@@ -126,8 +132,7 @@ class Metrics:
         the types: only the first MAX_UNKNOWN_NAMES have a label of their own."""
         if len(self._noted_types) < MAX_UNKNOWN_NAMES:
             self._noted_types.add(name)
-        counter = self._shown if kind == "shown_as_text" else self._left_out
-        counter.labels(name if name in self._noted_types else "other").inc()
+        self._noted[kind].labels(name if name in self._noted_types else "other").inc()
 
     def spelled(self, tokens: int) -> None:
         self._spelled.inc(tokens)

@@ -71,7 +71,7 @@ class IncomingCalls:
             async with live.placing:
                 await self._backend.ownership.settle(live)
         if request.referring is not None:
-            await self._resolve(live, request.referring)
+            await self._resolve(live, request, request.referring)
         if request.conversation.continues is not None:
             named = await self._answered(live, request.conversation.continues)
             request.conversation.continues = named
@@ -197,7 +197,9 @@ class IncomingCalls:
             tidied.append(live.returned.compare(call, same, tools, live.profile))
         return [each for each in tidied if each is not None]
 
-    async def _resolve(self, live: LiveSession, referring: ReferringConversation) -> None:
+    async def _resolve(
+        self, live: LiveSession, request: Call, referring: ReferringConversation
+    ) -> None:
         """Resolves references. Raises RequestError (404) for one that is not in the record."""
         if not all(live.tree.answered(index) for index in referring.turns):
             async with live.placing:
@@ -205,7 +207,7 @@ class IncomingCalls:
         session_id = live.session.session_id
         turns = await self._backend.store.get_turns(session_id, since=min(referring.turns))
         referring.resolve({turn.index: load_answer(turn.answer) for turn in turns if turn.answer})
-        scrub(referring.conversation, live.profile)
+        request.notes += scrub(referring.conversation, live.profile)
 
     async def _answered(self, live: LiveSession, index: int) -> int:
         """The turn that `previous_response_id` continues, if it names turn `index`. The beginning

@@ -20,6 +20,13 @@ class Rewrite(NamedTuple):
     text: str
 
 
+class Removed(NamedTuple):
+    """Example: Removed("Today is .*", "Today is Monday")"""
+
+    pattern: str
+    text: str
+
+
 class AgentProfile(BaseModel):
     """One entry of `profiles.yaml`, or of the configuration's own profiles."""
 
@@ -59,11 +66,13 @@ class AgentProfile(BaseModel):
     def follows(self) -> bool:
         return self.history == "follow"
 
-    def scrubbed(self, text: str) -> str:
-        """A system message's text without what `scrub` matches."""
+    def scrubbed(self, text: str) -> tuple[str, list[Removed]]:
+        """A system message's text without what `scrub` matches, and the matches."""
+        removed = []
         for pattern in self.scrub:
+            removed += [Removed(pattern.pattern, m[0]) for m in pattern.finditer(text) if m[0]]
             text = pattern.sub("", text)
-        return text
+        return text, removed
 
 
 class Profiles:

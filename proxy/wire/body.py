@@ -18,7 +18,7 @@ from proxy.conversation.json_values import is_deeper, loads
 from proxy.errors import RequestError
 from proxy.settings.profiles import AgentProfile
 from proxy.wire.dialect import Call, Dialect, Headers
-from proxy.wire.fields import Fields
+from proxy.wire.fields import Fields, Note
 
 MAX_NESTING = 128
 """Levels of objects and lists in a body. orjson can write 254 levels; answers and engine requests
@@ -37,6 +37,9 @@ a number that is written again, as 1e15, takes less than eight times its bytes."
 LARGE_BYTES = 2**20
 LARGE_CONTAINERS = 2000
 """Larger bodies take more than about 10 ms to parse, key and render, which is done in a thread."""
+
+NOTED_CHARS = 200
+"""Characters of a removed text that its event has."""
 
 _SHORT_BYTES = 10_000
 """`bytes.count` is faster for shorter bodies, NumPy for longer ones: five times at 400 kB."""
@@ -82,28 +85,34 @@ def parse_call(
     fields.backends = backends
     call = dialect.parse(fields, headers)
     call.notes = fields.notes
-    scrub(call.conversation, profile)
+    call.notes += scrub(call.conversation, profile)
     refers = call.referring is not None or call.conversation.continues is not None
     call.is_small = len(body.data) <= SMALL_BYTES and not refers
     call.is_large = body.is_large
     return call
 
 
-def scrub(conversation: Conversation, profile: AgentProfile) -> None:
-    """Removes what the profile scrubs, and system messages that are empty without it.
+def scrub(conversation: Conversation, profile: AgentProfile) -> list[Note]:
+    """Removes what the profile scrubs, and system messages that are empty without it. Returns what
+    was removed.
 
     Raises RequestError if no message is left.
     """
-    messages = conversation.messages
+    messages, notes = conversation.messages, list[Note]()
     systems = [at for at, message in enumerate(messages) if message.role == "system"]
     for at in reversed(systems):
-        text = profile.scrubbed(messages[at].text)
+        text, removed = profile.scrubbed(messages[at].text)
+        notes += [
+            Note("scrubbed", pattern, f"messages[{at}]", was[:NOTED_CHARS])
+            for pattern, was in removed
+        ]
         if messages[at].text and not text:
             del messages[at]
         elif text != messages[at].text:
             messages[at] = replace(messages[at], text=text)
     if systems and not messages:
         raise RequestError("messages: expected at least one message with text", param="messages")
+    return notes
 
 
 def parse_body(body: Body) -> Fields:

@@ -26,12 +26,12 @@ class Note(NamedTuple):
     """
 
     kind: str
-    """The kind of the event: `shown_as_text` or `tools_left_out`."""
+    """The kind of the event: `shown_as_text`, `tools_left_out` or `scrubbed`."""
     name: str
-    """The type of the item, block or tool."""
+    """The type of the item, block or tool; the pattern of the profile that removed text."""
     place: str
     text: str = ""
-    """What the model sees in its place."""
+    """What the model sees in its place; what was removed."""
 
 
 class Fields:

@@ -26,6 +26,14 @@ async def test_own_profile_scrubs_system_messages_and_names_the_sub_agent(
     first, second = (await proxy.record(session))[1]
     assert first.agent_id == "planner"
     assert (second.parent, second.fork_cause) == (0, None)
+    await proxy.control.complete(session.trial_id)
+    listed = proxy.control.events(session.trial_id)
+    events = [e async for e in listed if e["kind"] == "scrubbed"]
+    removed = [(event["index"], *part.values()) for event in events for part in event["parts"]]
+    (pattern,) = OWN["mine"]["scrub"]
+    assert removed == [
+        (number, pattern, "messages[0]", f"Today is {number + 1}.") for number in (0, 1)
+    ]
 
 
 async def test_without_the_profile_a_changed_system_message_forks(start_proxy: StartProxy) -> None:
