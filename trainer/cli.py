@@ -2,7 +2,8 @@
 
     agentic-train init DIR [--agent NAME]         write a project to train (init --help)
     agentic-train --config FILE [key=value …]     train; a later --config overrides an earlier one
-    agentic-train --config FILE --check           check and print the resolved configuration
+    agentic-train --config FILE --check           check and print the resolved configuration;
+                                                  --changed: only what is not a default
     agentic-train eval --config FILE --out DIR    evaluate a checkpoint or endpoint (eval --help)
     agentic-train compare DIR DIR …               evaluations with paired differences
     agentic-train collect --config FILE --out DIR trials with rewards, without training
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 configs=arguments.config,
                 sources=sources,
                 check=arguments.check,
+                changed=arguments.changed,
                 swarm_server=arguments.swarm_server,
                 state_dir=arguments.state_dir,
                 log_level=arguments.log_level,
@@ -106,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     release = f"agentic-rl {version('agentic-rl')}"
     parser.add_argument("--version", action="version", version=release)
     parser.add_argument("--check", action="store_true", help="only check the configuration")
+    parser.add_argument(
+        "--changed", action="store_true", help="with --check: print only what is not a default"
+    )
     parser.add_argument(
         "--swarm-server",
         metavar="HOST:PORT",

@@ -43,24 +43,26 @@ from trainer.run.control import RunControl, StopRequested
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog, failure_of
 from trainer.run.warned_errors import errors_as_warnings
-from trainer.settings.sources import checked, dump
+from trainer.settings.sources import checked, dump, dump_changed
 from trainer.settings.values import Sources
 
 PLANNED = frozenset({"model.gradient_checkpointing", "model.recomputed_layers"})
 """The key whose value `fitted` decides if it is None."""
 
 
-def check_only(sources: Sources) -> str:
+def check_only(sources: Sources, *, changed: bool = False) -> str:
     """Checks everything that can be checked without starting a process; returns the resolved
-    configuration as YAML, in whose comments is what the run prints of its processes at its start.
+    configuration as YAML (`changed`: only what is not a default), in whose comments is what the run
+    prints of its processes at its start.
     """
+    written = dump_changed if changed else dump
     config = checked(sources)
     open_mirror(config.trainer.checkpoint_mirror, keep_last=config.trainer.keep_last)
     parts = _leads(config, environment={})
     if parts is None:
-        return dump(config)
+        return written(config)
     shown = config if config.sft else parts.config
-    return dump(shown) + "".join(f"# {line}\n" for line in _placement(parts))
+    return written(shown) + "".join(f"# {line}\n" for line in _placement(parts))
 
 
 def begin(sources: Sources) -> int:

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from proxy.commands.agent_environment import AgentProgram
+from trainer.algorithms.presets import PRESETS
 from trainer.config import TrainerConfig
-from trainer.settings.sources import dump, load
+from trainer.settings.sources import dump, dump_changed, load
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [
@@ -54,6 +55,23 @@ def test_configuration_in_a_run_folder_is_read_back_equal(
     config = load([path])
     saved = tmp_path / "config.yaml"
     saved.write_text(dump(config))
+    assert load([saved]) == config
+    short = dump_changed(config)
+    assert len(short) < len(dump(config)) / 2
+    saved.write_text(short)
+    assert load([saved]) == config
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_what_is_not_a_default_is_the_whole_configuration(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    saved = tmp_path / "config.yaml"
+    values = yaml.safe_load((ROOT / "agentic_trainer.yaml").read_text())
+    saved.write_text(yaml.safe_dump(values | {"algorithm": {"preset": preset}}))
+    config = load([saved])
+    saved.write_text(dump_changed(config))
     assert load([saved]) == config
 
 

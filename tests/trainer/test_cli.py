@@ -49,6 +49,10 @@ def test_check_prints_the_resolved_configuration(
     assert printed["rollout"]["group_size"] == 3
     assert printed["optimizer"]["lr"]
     assert not (config.parent / "runs").exists()
+    assert main(["--config", str(config), "--check", "--changed", "rollout.group_size=3"]) == 0
+    short = yaml.safe_load(capfd.readouterr().out)
+    assert short["rollout"]["group_size"] == 3
+    assert "optimizer" not in short
 
 
 def test_unknown_key_is_refused_with_its_name(

@@ -120,7 +120,8 @@ def _rewards_teach(config: AlgorithmConfig, group_size: int) -> bool:
 def _moves(config: AlgorithmConfig, group_size: int, term: str) -> bool:
     """Whether this term alone has a gradient in expectation, without rewards."""
     others = {"kl": None, "distillation": None} | {term: getattr(config, term)}
-    alone = config.model_copy(update={**others, "entropy_coefficient": 0.0})
+    # Rewards are equal, and groups without a signal would not be trained.
+    alone = config.model_copy(update={**others, "groups": "all", "entropy_coefficient": 0.0})
     size = min(max(group_size, 2), MAX_GROUP)
     return abs(_gradient(alone, _batch((0.0, 0.0), size // 2, size))) > _ALMOST_0
 

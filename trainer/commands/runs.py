@@ -46,6 +46,8 @@ class Command:
     sources: Sources
     """What `words` and `configs` say; not read yet, or read once."""
     check: bool = False
+    changed: bool = False
+    """Whether a check prints only what is not a default."""
     swarm_server: str | None = None
     state_dir: Path = Path("runs/swarm")
     log_level: LogLevel | None = None
@@ -97,7 +99,7 @@ def _run(command: Command) -> int:
     if not sources.paths:
         raise ConfigError("--config: missing; give a YAML file, like agentic_trainer.yaml")
     if command.check:
-        print(check_only(sources), end="")
+        print(check_only(sources, changed=command.changed), end="")
         return 0
     return begin(sources)
 

@@ -423,3 +423,34 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     for name, inner in value.items():
         yield from _leaves(f"{key}.{name}", inner)
+
+
+def dump_changed(config: Section) -> str:
+    """The keys whose values are not their defaults, as YAML, from which `load` reads an equal
+    configuration."""
+    return yaml.safe_dump(_changed(config), sort_keys=False, allow_unicode=True)
+
+
+def _changed(section: BaseModel) -> dict[str, Any]:
+    values, found = section.model_dump(mode="json"), dict[str, Any]()
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if field.default_factory_takes_validated_data:
+            default = value if name not in section.model_fields_set else None
+        else:
+            default = field.get_default(call_default_factory=True)
+        is_name = name == "name" and isinstance(section, NamedPart)
+        if is_name or field.is_required() or value != default:
+            alone = isinstance(value, BaseModel) and _is_plain(type(value), default)
+            found[name] = _changed(value) if alone else values[name]
+    return found | {name: values[name] for name in section.model_extra or ()}
+
+
+def _is_plain(section: type[BaseModel], default: Any) -> bool:
+    """Whether what is left out of the section has the default of its class: a field may have
+    another default, which the class does not know."""
+    if type(default) is not section:
+        return True
+    return all(not field.is_required() for field in section.model_fields.values()) and (
+        default == section()
+    )

@@ -71,11 +71,17 @@ def test_threshold_above_usual_rewards_is_accepted() -> None:
     assert found(advantage={"name": "pass_at_k", "threshold": -3}) == []
 
 
+@pytest.mark.parametrize("groups", ["all", "with_signal"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
-def test_k1_in_the_loss_is_refused_because_its_gradient_is_0_in_expectation(estimator: str) -> None:
-    lines = found(kl={"estimator": estimator, "where": "loss", "coefficient": 0.1})
+def test_k1_in_the_loss_is_refused_because_its_gradient_is_0_in_expectation(
+    estimator: str, groups: str
+) -> None:
+    lines = found(groups=groups, kl={"estimator": estimator, "where": "loss", "coefficient": 0.1})
     assert bool(lines) == (estimator == "k1")
-    assert found(kl={"estimator": estimator, "where": "reward", "coefficient": 0.1}) == []
+    assert (
+        found(groups=groups, kl={"estimator": estimator, "where": "reward", "coefficient": 0.1})
+        == []
+    )
     distilled = found(
         advantage="none", distillation={"teacher": "t", "estimator": estimator, "coefficient": 1}
     )
