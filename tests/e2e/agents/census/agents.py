@@ -84,7 +84,7 @@ class Agent:
     def plan(self, tools: list[dict[str, Any]], workspace: str, part: int) -> list[Step]:
         """The policy's steps in a part: its own ones, and every other tool twice."""
         offered = {tool["function"]["name"] for tool in tools}
-        opening = [_one(name, **given) for name, given in self.opens.items() if name in offered]
+        opening = [Step((each,)) for each in self.opens.items() if each[0] in offered]
         steps = [*opening, *self.work_plan(tools, workspace, part)]
         if self.text_only or part > 1:
             return steps
@@ -230,6 +230,7 @@ _CODEX_STEPS = (
 )
 
 
+_TODOS = {"todos": [{"content": "a  é", "status": "pending", "id": "1"}]}
 _DEFERRED = (
     *("CronCreate", "CronDelete", "CronList", "EnterWorktree", "ExitWorktree", "Monitor"),
     *("NotebookEdit", "SendMessage", "TaskStop", "WebFetch", "WebSearch"),
@@ -318,8 +319,12 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
             (
                 *delegated("agent", {"description": "a part", "subagent_type": "general-purpose"}),
                 _one("run_shell_command", command="sleep 0.3; echo late", is_background=True),
-                _one("todo_write", todos=[{"content": "a  é", "status": "pending", "id": "1"}]),
+                _one("todo_write", **_TODOS),
             ),
+            opens={
+                "tool_search": {"query": "select:todo_write,send_message", "max_results": 9},
+                "tool_call": {"name": "todo_write", "arguments": _TODOS},
+            },
             designs=(
                 Design(
                     "memory",
