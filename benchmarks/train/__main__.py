@@ -8,8 +8,8 @@ rate. CPU seconds show the cost of a step independently of other work on the mac
 that runs out of memory or ends is a row that says so; the others go on, and the exit status is 1.
 `pieces` (the default of a run) computes a prefix once for the batch, `tree` once for a micro-batch.
 
-With `--tokens`, no model is trained: the tokens that a step computes, for agents' sessions at
-several sizes of micro-batches.
+With `--tokens`, no model is trained: the tokens that a step computes, for recorded sessions of
+agents at several sizes of micro-batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.endings import reason
 from benchmarks.train import contestants
-from benchmarks.train.workloads import SESSIONS, WORKLOADS, make_groups
+from benchmarks.train.workloads import SESSIONS, WORKLOADS, Recorded, make_groups
 from trainer.batch import build_batch
 from trainer.prefix_tree import Forest, divide, lay_out
 
@@ -49,7 +49,7 @@ MODELS = {
 }
 CONTESTANTS = ("pieces", "tree", "packed", "trl")
 ALL_WORKLOADS = WORKLOADS | SESSIONS
-MICRO_BATCHES = (4096, 8192, 16384, 32768, 65536)
+MICRO_BATCHES = (4096, 8192, 16384, 65536)
 
 
 def main() -> int:
@@ -61,6 +61,9 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=3, help="timed steps after one warm-up step")
     parser.add_argument("--micro-batch-tokens", type=int, default=32768)
+    parser.add_argument(
+        "--shorter", type=int, default=1, help="divide the tokens of recorded sessions by this"
+    )
     parser.add_argument("--tokens", action="store_true", help="count tokens, train nothing")
     parser.add_argument("--one", nargs=3, metavar=("CONTESTANT", "WORKLOAD", "PATH"))
     arguments = parser.parse_args()
@@ -181,7 +184,9 @@ def _start(name: str, workload: str, folder: str, errors: IO[str]) -> subprocess
 def _serve_steps(name: str, workload: str, path: str, arguments: argparse.Namespace) -> None:
     """A contestant's process: it makes a step for every line on standard input."""
     vocabulary = MODELS[arguments.model]["vocab"]
-    batch = build_batch(make_groups(ALL_WORKLOADS[workload], vocabulary))
+    shape = ALL_WORKLOADS[workload]
+    shape = shape.shorter(arguments.shorter) if isinstance(shape, Recorded) else shape
+    batch = build_batch(make_groups(shape, vocabulary))
     device, dtype = arguments.device, arguments.dtype
     with contextlib.redirect_stdout(sys.stderr):
         if name == "trl":

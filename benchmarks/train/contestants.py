@@ -3,7 +3,7 @@
 All use the loss of PPO-clip with π_prox from the same pass, one optimizer step per batch, no
 gradient checkpointing, and the same model and dtype. TRL pads every row to the longest prompt and
 the longest completion of the batch, shuffles the rows, and trains in micro-batches of 8, as its
-trainer does.
+trainer does, or of the largest smaller number that divides the rows.
 """
 
 from __future__ import annotations
@@ -76,13 +76,15 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
     from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
     rows = shuffle_sequence_dict(_padded(batch, device))
-    micros = split_tensor_dict(rows, len(batch.sequences) // 8)
+    count = len(batch.sequences)
+    size = next(size for size in range(8, 0, -1) if count % size == 0)
+    micros = split_tensor_dict(rows, count // size)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=size,
         gradient_accumulation_steps=len(micros),
-        num_generations=8,
+        num_generations=count,
         beta=0.0,
         loss_type="grpo",
         gradient_checkpointing=False,
