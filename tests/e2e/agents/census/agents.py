@@ -230,7 +230,6 @@ _CODEX_STEPS = (
 )
 
 
-_TODOS = {"todos": [{"content": "a  é", "status": "pending", "id": "1"}]}
 _DEFERRED = (
     *("CronCreate", "CronDelete", "CronList", "EnterWorktree", "ExitWorktree", "Monitor"),
     *("NotebookEdit", "SendMessage", "TaskStop", "WebFetch", "WebSearch"),
@@ -319,11 +318,14 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
             (
                 *delegated("agent", {"description": "a part", "subagent_type": "general-purpose"}),
                 _one("run_shell_command", command="sleep 0.3; echo late", is_background=True),
-                _one("todo_write", **_TODOS),
+                _one("todo_write", todos=[{"content": "a  é", "status": "pending", "id": "1"}]),
             ),
             opens={
-                "tool_search": {"query": "select:todo_write,send_message", "max_results": 9},
-                "tool_call": {"name": "todo_write", "arguments": _TODOS},
+                "tool_search": {"query": "select:send_message"},
+                "tool_call": {
+                    "name": "send_message",
+                    "arguments": {"to": "main", "message": "  a message é\n"},
+                },
             },
             designs=(
                 Design(
