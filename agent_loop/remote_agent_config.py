@@ -7,7 +7,6 @@ from pathlib import Path
 
 from agent_loop.launchers.command import misplaced_script, scripts
 from agent_loop.launchers.registry import AgentConfig
-from agent_loop.processes.functions import source_file
 from agent_loop.rewards.registry import RewardsConfig
 from agent_loop.trial.config import TrialConfig
 from harbor_sdk.sandbox import SandboxError, require_privilege
@@ -53,11 +52,10 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
     @property
     def private_files(self) -> list[Path]:
         """The verifier's and the grader's own files, unless the agent is one of them."""
-        own: list[Path | None] = [] if self.verifier is None else list(scripts(self.verifier.argv))
+        own = [] if self.verifier is None else list(scripts(self.verifier.argv))
         if self.grader is not None:
-            own.append(source_file(self.grader.target))
-        shared = self._own_files
-        return [path for path in own if path is not None and path not in shared]
+            own += self.grader.files
+        return [path for path in own if path not in self._own_files]
 
     def owns(self, path: Path) -> bool:
         """Whether the file is one of the agent's own."""

@@ -24,7 +24,7 @@ from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch, build_batch
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks, Seat
 from trainer.policy.parallelism import Parallelism
 from trainer.policy.policy import Policy

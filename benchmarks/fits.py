@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from trainer.cluster.device_plan import CONTEXT_BYTES, MARGIN_BYTES
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.memory import GIB, RankMemory, rank_memory
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 
 MODELS: Mapping[str, Any] = MappingProxyType(
     {

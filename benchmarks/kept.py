@@ -15,7 +15,7 @@ from transformers.utils import logging
 from tests.trainer.policy.architectures import ARCHITECTURES
 from trainer.policy.architecture import without_noise
 from trainer.policy.memory import kept_per_token
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 
 CLASSES = {each.title: each for each in ARCHITECTURES if not each.refused}
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.train.workloads import WORKLOADS, make_groups
 from trainer.batch import Batch, build_batch
-from trainer.cluster.ranks import models_of_rank
+from trainer.cluster.rank_models import models_of_rank
 from trainer.learning.learner import Learner
 from trainer.learning.models import follow
 from trainer.policy.parallel import Ranks, Seat

@@ -39,13 +39,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig, VllmServer
+from trainer.engine import Backend
 from trainer.policy.adapter import adapter_config, adapter_tensors
-from trainer.policy.model import DTYPES
+from trainer.policy.model_config import DTYPES
 from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named, SegmentReader, SegmentWriter, Written
 from trainer.weight_sync.sync import SyncReport, WeightSync
-from trainer.weight_sync.transports import Backend, Shapes, SharedMemoryTransport
+from trainer.weight_sync.transports import Shapes, SharedMemoryTransport
 
 ROWS, COLUMNS = 1024, 2048
 """Shape of each tensor: a linear layer of a small model."""

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from the configuration, and a `Fit` that is ready to run.
+"""Builds the parts of a run from the configuration; `trainer.mains.opening` starts its processes.
 
 Invariant: `assemble` finds all errors that can be found in the configuration, the task files, the
 agent's command and the checkpoint, before any process is started.
@@ -6,7 +6,7 @@ agent's command and the checkpoint, before any process is started.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,23 +38,14 @@ from proxy.machine.direct_hosts import reach_directly
 from proxy.machine.landlock import missing
 from proxy.records import Ids
 from proxy.settings.extra import extra
-from trainer.checkpoint import Checkpoints, CheckpointUploads, open_mirror
-from trainer.cluster import open_cluster
-from trainer.cluster.cluster import Cluster
 from trainer.cluster.device_plan import fitted, gpus_here
-from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
-from trainer.cluster.services import RunServices
-from trainer.cluster.starting import StartingEngines
 from trainer.config import TrainerConfig
 from trainer.engine import check_platform
 from trainer.errors import ConfigError
-from trainer.fit import Fit
-from trainer.learning.models import check_models
+from trainer.learning.model_checks import check_models
 from trainer.optimizer import check_optimizer
-from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
-from trainer.run.log import RunLog
 from trainer.run.own_metrics import own_metrics
 from trainer.run.preflight import Preflight
 from trainer.weight_sync.probe import probe_ids
@@ -91,10 +82,12 @@ class RunParts:
         self,
         folder: RunFolder,
         proxy: ProxyClient,
-        cluster: Cluster,
+        hidden: Sequence[Path] = (),
+        ports: Callable[[], frozenset[int]] = frozenset,
         on_rollout: Callable[[Rollout], None] = lambda _: None,
     ) -> AgentLoops:
-        """The loop that runs single trials; it calls `on_rollout` with each rollout."""
+        """The loop that runs single trials; it calls `on_rollout` with each rollout. Agents do not
+        see the `hidden` folders, and do not reach the `ports` of this machine."""
         config, finished = self.config, FinishedTrials(folder.trials, self.config.retention)
         loops = {
             name: RemoteAgentLoop(
@@ -107,10 +100,10 @@ class RunParts:
                 recording=config.proxy_server,
                 policy=config.model.policy,
                 trained=config.trained_policies,
-                hidden=[*self.hidden(agent, folder), *cluster.private_paths, *kept_files()],
+                hidden=[*self.hidden(agent, folder), *hidden, *kept_files()],
                 shown=agent.config.shown_files,
                 finished=finished,
-                private_ports=cluster.private_ports if missing() is None else frozenset,
+                private_ports=ports if missing() is None else frozenset,
                 on_rollout=on_rollout,
             )
             for name, agent in self.agents.items()
@@ -311,66 +304,6 @@ def build_agents(
 def _of_clients() -> Launcher:
     launcher: Launcher = extra("agent_loop.extras.swarm.launcher:SwarmLauncher")()
     return launcher
-
-
-@asynccontextmanager
-async def open_fit(
-    parts: RunParts,
-    log: RunLog,
-    control: RunControl,
-    make_producer: Callable[[RunsTrials, ProxyClient], Producer],
-) -> AsyncIterator[Fit]:
-    """Starts the processes, restores the last checkpoint, and yields a `Fit` that can `run`.
-
-    Engines start, agents' modules are imported and models are loaded at the same time. On exit it
-    ends the agents first, then the engines and the proxy.
-    """
-    config, folder, say = parts.config, log.folder, log.progress.say
-    checkpoints = Checkpoints(folder.checkpoints.absolute(), keep_last=config.trainer.keep_last)
-    keep_last = config.trainer.keep_last
-    mirror = open_mirror(config.trainer.checkpoint_mirror, keep_last=keep_last)
-    uploads = CheckpointUploads(mirror)
-    async with (
-        open_cluster(config, folder, control) as cluster,
-        StartingEngines(cluster, config.engine, control) as starting,
-        parts.agents_started(),
-        cluster.trainer(parts.probe.tolist()) as rank_zero,
-    ):
-        state = await control.wait_for(rank_zero.ask(Restore(checkpoints)))
-        uploads.start(checkpoints.latest(), folder)
-        for warning in {agent.sandbox_warning for agent in config.agent_sections.values()}:
-            if warning is not None:
-                say(warning)
-        log.phase(state.step, "starting the engine and the proxy")
-        around = RunServices(config, folder, control, cluster, rank_zero, say, starting)
-        async with around.running() as services:
-            if services.page is not None:
-                say(f"see everything, live: {services.page}")
-            loop = parts.loop(folder, services.proxy, cluster, log.trial_ended)
-            producer = parts.own_producer(loop) or make_producer(loop, services.proxy)
-            log.follow(producer)
-            evaluator = parts.evaluator(loop)
-            preflight = parts.preflight(loop, folder, say)
-            fit = Fit(
-                config.trainer,
-                config.eval,
-                rank_zero,
-                services.engines,
-                producer,
-                evaluator,
-                checkpoints,
-                log,
-                control,
-                uploads,
-                preflight=None if preflight is None else preflight.run,
-                trials_per_step=parts.trials_per_step,
-            )
-            fit.resume_from(state)
-            try:
-                yield fit
-            finally:
-                await producer.close()
-                await loop.close()
 
 
 def _text(task: Task) -> str:

@@ -25,7 +25,7 @@ from proxy.http.web_guard import EVERYWHERE
 from proxy.settings.extra import Extra
 from proxy.settings.section import Section
 from trainer.algorithms.probe import broken_parts, settings_without_effect
-from trainer.cluster.cluster import ProcessesConfig
+from trainer.cluster.config import ProcessesConfig
 from trainer.engine import GPUS_OF_AN_ENGINE
 from trainer.run.log import LoggingConfig
 

@@ -16,10 +16,11 @@ from proxy.engines.vllm_server import VllmConfig
 from proxy.settings.reaching import Restarts
 from proxy.settings.section import Common
 from trainer.errors import ConfigError
-from trainer.policy.model import ModelConfig, load_settings
+from trainer.policy.model_config import ModelConfig, load_settings
 from trainer.policy.rounding import EXACT, Limits, rounding_limits
-from trainer.weight_sync.transports import Backend
 
+Backend = Literal["shm", "nccl", "gloo"]
+"""How weights are sent to engines."""
 GPUS_OF_AN_ENGINE = "--tensor-parallel-size"
 SHORT = MappingProxyType(
     {

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from agent_loop.evaluator import EvalConfig, EvalReport
 from agent_loop.producers.protocol import Producer
@@ -32,15 +32,10 @@ from trainer.learning.learner import Learner, RunState
 from trainer.learning.policies import Learners
 from trainer.learning.policy_metrics import of_policies, share_metrics
 from trainer.ranks_config import TrainerSection
-from trainer.run.control import RunControl, StopRequested
+from trainer.run.control import Ended, RunControl, StopRequested
 from trainer.run.log import RunLog, failure_of
 from trainer.run.rollout_metrics import rollout_metrics, staleness_metrics
 from trainer.run.token_log import TokenColumns
-
-Ended = Literal["done", "stopped"]
-"""How a run ended. `done`: it reached the configured end; `stopped`: it was asked to stop, and has
-saved a checkpoint."""
-
 
 WITNESS = "trainer.extras.ledger.evidence:Witness"
 NO_SIGNAL = "no signal: all advantages are 0 because"

@@ -14,7 +14,7 @@ from proxy.settings.section import Common, Section
 from trainer.algorithms import AlgorithmConfig
 from trainer.engine import EnginesConfig
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import LoraSettings, ModelConfig
+from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.parallelism import Parallelism
 
 

@@ -28,18 +28,17 @@ from proxy.settings.extra import extra
 from proxy.settings.section import Section
 from trainer.assembly import TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Mirror, MirroredCheckpoint, Saved, open_mirror
-from trainer.cluster.cluster import ProcessesConfig
+from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.device_plan import fitted, gpus_here, plan_devices
-from trainer.cluster.follower import follow_rank_0
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.fit import Ended
-from trainer.mains.registry import Parts, main_of
-from trainer.policy.model import ModelConfig, whole_trees
+from trainer.mains.registry import Parts, follow_rank_0, main_of
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Seat
+from trainer.policy.proof import whole_trees
 from trainer.ranks_config import RanksConfig
-from trainer.run.control import RunControl, StopRequested
+from trainer.run.control import Ended, RunControl, StopRequested
 from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog, failure_of
 from trainer.run.warned_errors import errors_as_warnings

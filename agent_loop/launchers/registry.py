@@ -1,8 +1,8 @@
 """Every launcher, by its key under `remote_agent`.
 
 To add a launcher, write a module with its section (a `LauncherConfig`) and its class, and add a
-field here; if it is an extra, the field names the class of its section, which is imported only if
-the key is set. A launcher outside this package needs no field: name it in `remote_agent.launcher`.
+field here, which names the class of its section, so that this is imported only if the key is set.
+A launcher outside this package needs no field: name it in `remote_agent.launcher`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Annotated, Self
 from pydantic import model_validator
 
 from agent_loop.launchers.command import CommandConfig
-from agent_loop.launchers.http import HttpConfig
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
-from agent_loop.launchers.python import PythonConfig
 from agent_loop.outside_parts import OutsidePart
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from proxy.errors import ConfigurationError
@@ -41,9 +39,11 @@ class AgentConfig(Section):
 
     command: CommandConfig | None = None
     """A program: `command.argv` starts it, and its environment describes the trial."""
-    python: PythonConfig | None = None
+    python: Annotated[LauncherConfig | None, Extra("agent_loop.launchers.python:PythonConfig")] = (
+        None
+    )
     """A Python function, `python.target`, in a process of its own."""
-    http: HttpConfig | None = None
+    http: Annotated[LauncherConfig | None, Extra("agent_loop.launchers.http:HttpConfig")] = None
     """A service that runs agents, at `http.url`."""
     harbor: Annotated[LauncherConfig | None, Extra(f"{_EXTRAS}.harbor.launcher:HarborConfig")] = (
         None

@@ -7,6 +7,7 @@ None is *no reward*.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import orjson
@@ -33,6 +34,11 @@ class GraderConfig(OwnRewardConfig):
     """`module:function`, `path/to/file.py:function`, or the name of an entry point; called with a
     `launchers.calls.GradeCall`."""
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        file = source_file(self.target)
+        return () if file is None else (file,)
+
     def build(self) -> Grader:
         return Grader(self)
 
@@ -44,9 +50,7 @@ class Grader:
         """Raises ConfigurationError: the function's module does not exist, or what is shown."""
         self._settings = settings
         self._host = function_host(GradeCall, settings.target, settings.pass_env)
-        file = source_file(settings.target)
-        own = () if file is None else (file,)
-        self._files = (*own, *declared("grader.show", settings.show), *own_python())
+        self._files = (*settings.files, *declared("grader.show", settings.show), *own_python())
 
     def start(self) -> None:
         self._host.start()

@@ -57,6 +57,11 @@ class OwnRewardConfig(RewardKey, RewardTimeout):
     """Files and folders that the verifier or grader reads, and that `argv` and `env` do not name.
     What its Python scripts, or its module, import from their own folder is found."""
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the source itself, which agents do not see."""
+        return ()
+
 
 class JudgeSection(RewardTimeout):
     """The section of a reward that a model gives."""

@@ -14,8 +14,7 @@ from pydantic import Field
 
 from agent_loop.outside_parts import OutsidePart
 from agent_loop.rewards.combined import CombinedReward, Weighted
-from agent_loop.rewards.grader import GraderConfig
-from agent_loop.rewards.protocol import JudgeSection, RewardConfig, RewardSource
+from agent_loop.rewards.protocol import JudgeSection, OwnRewardConfig, RewardConfig, RewardSource
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import VerifierConfig
 from proxy.errors import ConfigurationError
@@ -42,7 +41,9 @@ class RewardsConfig(Section):
     verifier: VerifierConfig | None = None
     """Reward from a program that runs in the trial's working directory after the agent has
     ended."""
-    grader: GraderConfig | None = None
+    grader: Annotated[OwnRewardConfig | None, Extra("agent_loop.rewards.grader:GraderConfig")] = (
+        None
+    )
     """Reward from a Python function."""
     judge: Annotated[JudgeSection | None, Extra("agent_loop.extras.judge.reward:JudgeConfig")] = (
         None

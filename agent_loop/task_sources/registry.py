@@ -1,7 +1,7 @@
 """Every task source, by its key under `data.train_sources.NAME` and `data.val_sources.NAME`.
 
 To add a task source, write a module with its section (a `TaskSourceConfig`) and its class, and add
-a field here; if it is an extra, the field names the class of its section.
+a field here, which names the class of its section, so that this is imported only if the key is set.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from agent_loop.records import Task
-from agent_loop.task_sources.dataset import DatasetTasksConfig
-from agent_loop.task_sources.function import FunctionTasks
 from agent_loop.task_sources.protocol import TaskSource, TaskSourceConfig
 from proxy.settings.extra import Extra
 
@@ -27,9 +25,13 @@ class AnyTaskSource(TaskSourceConfig):
 
     limit: int | None = Field(None, ge=1)
     """Number of tasks of an epoch, the first ones; None: all."""
-    function: FunctionTasks | None = None
+    function: Annotated[
+        TaskSourceConfig | None, Extra("agent_loop.task_sources.function:FunctionTasks")
+    ] = None
     """A Python function that yields tasks."""
-    dataset: DatasetTasksConfig | None = None
+    dataset: Annotated[
+        TaskSourceConfig | None, Extra("agent_loop.task_sources.dataset:DatasetTasksConfig")
+    ] = None
     """A Hugging Face dataset, of the hub or of a local folder."""
     verifiers: Annotated[
         TaskSourceConfig | None, Extra(f"{_EXTRAS}.environments.task_source:VerifiersTasks")

@@ -41,7 +41,7 @@ from trainer.batch import Batch, build_batch
 from trainer.packing import pack
 from trainer.policy.architecture import without_noise
 from trainer.policy.compiled_layers import compile_layers
-from trainer.policy.model import DTYPES
+from trainer.policy.model_config import DTYPES
 from trainer.policy.proof import random_copy
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, VOCABULARY, number_of, shrunk

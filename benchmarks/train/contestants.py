@@ -22,7 +22,7 @@ from trainer.batch import Batch
 from trainer.learning.models import Models
 from trainer.learning.steps import update_policy
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 
 Step = Callable[[], float]

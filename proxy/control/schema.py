@@ -23,6 +23,7 @@ from proxy.engines.registry import ENGINES
 from proxy.errors import RequestError
 from proxy.http.openapi import Schema
 from proxy.records import (
+    POLICY_NAME,
     BranchMode,
     FinishReason,
     ForkCause,
@@ -32,7 +33,7 @@ from proxy.records import (
     SessionStatus,
     TurnStatus,
 )
-from proxy.routing.policies import MAX_ADAPTER_CHARS, POLICY_NAME
+from proxy.routing.policies import MAX_ADAPTER_CHARS
 
 M = TypeVar("M", bound=BaseModel)
 MAX_TTL_S = 10 * 365 * 86400.0

@@ -14,10 +14,6 @@ from proxy.http.route import Route, Who
 _REF = "#/components/schemas/{model}"
 _TEXT = {"type": "string"}
 
-CLOSED = ConfigDict(extra="forbid")
-"""Of a typed dictionary: what it describes has no key that the schema lacks."""
-OPEN = ConfigDict(extra="allow")
-
 
 class Schema(BaseModel):
     """Base class: unknown keys and values of another type are refused."""

@@ -10,7 +10,11 @@ import json
 from typing import Any
 
 import orjson
+from pydantic import ConfigDict
 
+CLOSED = ConfigDict(extra="forbid")
+"""Of a typed dictionary: what it describes has no key that the schema lacks."""
+OPEN = ConfigDict(extra="allow")
 MAX_LEVELS = 100
 """Levels of objects and lists that are kept; a deeper value is null. orjson writes 254."""
 _INTEGERS = range(-(2**63), 2**64)

@@ -12,6 +12,7 @@ whose first turns are another session's (`Origin`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -382,6 +383,11 @@ class Session:
         """The policy of calls that request this model name; empty: the engines' own weights."""
         policies: Mapping[str, str] = self.sampling.get("policies", {})
         return policies.get(model, policies.get("", ""))
+
+
+POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""A policy's name. No `@`, which separates it from the version in the engines' names of
+adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from proxy.http.openapi import CLOSED
+from proxy.http.valid_json import CLOSED
 from proxy.records import (
     BranchMode,
     FinishReason,

@@ -12,7 +12,6 @@ with the version that they began with.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ every training anyway."""
 LOADED_VERSIONS = 2
 """Number of versions that engines accept calls for: a call that was sent when the new version was
 published still names the one before."""
-POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""No `@`, which separates the name from the version in the engines' names of adapters."""
 MAX_ADAPTER_CHARS = 256
 
 

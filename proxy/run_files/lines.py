@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from proxy.http.openapi import CLOSED
+from proxy.http.valid_json import CLOSED
 
 MAX_STEP = 2**31 - 1
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]

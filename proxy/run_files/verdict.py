@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from proxy.http.openapi import CLOSED
+from proxy.http.valid_json import CLOSED
 from proxy.machine.secrecy import without_credentials
 from proxy.run_files.causes import is_infrastructure
 from proxy.run_files.evidence import Evaluated, Evidence, Failed, Groups, StepTrials

@@ -21,7 +21,7 @@ from trainer.errors import WeightSyncError
 from trainer.learning import steps
 from trainer.learning.models import Models, build_models, follow
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch

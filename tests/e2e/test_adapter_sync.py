@@ -24,7 +24,7 @@ from tests.proxy.pushed import chunks_of, pieces_of
 from trainer.errors import WeightSyncError
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.adapter import adapter_arguments, adapter_config
-from trainer.policy.model import LoraSettings, ModelConfig
+from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 from trainer.policy.proof import randomize
 from trainer.policy.shrink import shrunk

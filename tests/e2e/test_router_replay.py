@@ -27,7 +27,7 @@ from tests.pages import ROOT
 from trainer.batch import Batch, build_batch
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.control import EngineControl

@@ -24,7 +24,7 @@ from tests.proxy.commands.test_upstream import ASKS, serving, streamed
 from tests.proxy.hosted_model import HostedModel
 from tests.trainer.extras.sft.recorded import write_sessions
 from trainer.cli import main
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.run.folder import RunFolder
 

@@ -28,7 +28,7 @@ from tests.e2e.steady_agent import TURNS
 from tests.processes import assert_all_end, command_line, descendants, watched
 from trainer.checkpoint import Checkpoints
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.control import EngineControl

@@ -21,13 +21,14 @@ from tests.e2e.test_weight_sync import (
     score_ids,
     small_model,
 )
+from trainer.engine import Backend
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import LoraSettings, ModelConfig
+from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.dtypes import rounded
 from trainer.weight_sync.sync import WeightSync
-from trainer.weight_sync.transports import Backend, SharedMemoryTransport
+from trainer.weight_sync.transports import SharedMemoryTransport
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -27,7 +27,7 @@ from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from trainer.errors import WeightSyncError
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.policy.proof import randomize
 from trainer.policy.shrink import shrunk

@@ -35,7 +35,7 @@ from trainer.packing import Layout, MicroBatch
 from trainer.policy import attention, mask
 from trainer.policy.mask import AttentionMask, block_mask
 from trainer.policy.memory import rank_memory
-from trainer.policy.model import DTYPES, LoraSettings, ModelConfig
+from trainer.policy.model_config import DTYPES, LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.weight_sync import segment

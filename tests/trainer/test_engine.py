@@ -10,7 +10,7 @@ from proxy.engines import vllm_platform, vllm_server
 from tests.trainer.test_fit import config_of
 from trainer.cluster.local_engine import replica_server
 from trainer.engine import EnginesConfig
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.run.folder import RunFolder
 
 

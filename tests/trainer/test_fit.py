@@ -35,8 +35,8 @@ from trainer.batch import Batch
 from trainer.checkpoint import Checkpoints, Saved, random_state, restore_random_state
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.local import local_trainer
+from trainer.cluster.rank_models import models_of_rank
 from trainer.cluster.rank_zero import RankZero, Restore
-from trainer.cluster.ranks import models_of_rank
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError, TrainingError
 from trainer.fit import Evaluates, Fit, TrainOn

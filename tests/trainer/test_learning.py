@@ -22,7 +22,7 @@ from trainer.learning import steps
 from trainer.learning.models import Models, build_models
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.scorer import last_hidden
 
 ANSWER = 6

@@ -36,7 +36,7 @@ from trainer.policy.memory import (
     rank_memory,
     recomputable,
 )
-from trainer.policy.model import ModelConfig, context_limit, load_settings
+from trainer.policy.model_config import ModelConfig, context_limit, load_settings
 from trainer.ranks_config import RanksConfig
 
 C = TypeVar("C", bound=RanksConfig)

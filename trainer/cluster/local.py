@@ -25,18 +25,14 @@ from proxy.engines import guard
 from proxy.engines.vllm_server import socket_folder
 from proxy.machine.secrecy import inherited, pipe_with
 from proxy.settings.extra import extra
-from trainer.cluster.cluster import ProcessesConfig, WorkerProcess
+from trainer.cluster.cluster import WorkerProcess
+from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.device_plan import gpus_here, plan_devices
 from trainer.cluster.local_engine import LocalReplica, replica_server
 from trainer.cluster.proxy_server import ProxyProcess
+from trainer.cluster.rank_models import models_of_rank
 from trainer.cluster.rank_zero import OneThread, RankZero
-from trainer.cluster.ranks import (
-    check_seat,
-    device_of,
-    models_of_rank,
-    rendezvous_ports,
-    torchrun_seat,
-)
+from trainer.cluster.ranks import check_seat, device_of, rendezvous_ports, torchrun_seat
 from trainer.errors import TrainerError
 from trainer.learning.learner import Learner
 from trainer.learning.models import Models

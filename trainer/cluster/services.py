@@ -19,13 +19,8 @@ from proxy.client import ProxyClient
 from proxy.machine.port import usable_port
 from proxy.settings.extra import extra
 from proxy.store import open_store
-from trainer.cluster.cluster import (
-    Cluster,
-    JoiningEngines,
-    ProcessesConfig,
-    ProxyService,
-    joining_engines,
-)
+from trainer.cluster.cluster import Cluster, JoiningEngines, ProxyService, joining_engines
+from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.proxy_server import PORT_SETTING
 from trainer.cluster.rank_zero import FreeMemory, RankZero

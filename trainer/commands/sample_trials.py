@@ -24,7 +24,8 @@ from proxy.client import ProxyClient
 from proxy.records import EMPTY_IDS, SessionKind
 from proxy.run_files.files import replace_file
 from trainer.assembly import RunParts, build_agents
-from trainer.cluster.cluster import ProcessesConfig, joining_engines
+from trainer.cluster.cluster import joining_engines
+from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.local import LocalCluster
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
@@ -194,7 +195,7 @@ async def _loop(
             print(line, flush=True)
         hosted = None if run.endpoint is None else _hosted(run.endpoint)
         proxy = await _proxy(config, folder, cluster, control, stack, hosted)
-        loop = parts.loop(folder, proxy, cluster)
+        loop = parts.loop(folder, proxy, cluster.private_paths, cluster.private_ports)
         stack.push_async_callback(loop.close)
         yield loop, proxy
 

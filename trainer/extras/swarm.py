@@ -10,11 +10,11 @@ from agent_loop.extras.swarm.trainer_process import server_of_trainer
 from agent_loop.extras.swarm.wire import TrainerHello
 from agent_loop.producers.protocol import RunsTrials
 from proxy.client import ProxyClient
-from trainer.assembly import SwarmParts, open_fit
+from trainer.assembly import SwarmParts
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-from trainer.fit import Ended
-from trainer.run.control import RunControl
+from trainer.mains.opening import open_fit
+from trainer.run.control import Ended, RunControl
 from trainer.run.log import RunLog
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,20 +23,15 @@ from proxy.settings.extra import extra
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch, BatchPart
 from trainer.checkpoint import read_state, write_state
-from trainer.errors import ConfigError
-from trainer.learning.teacher import (
-    TEACHER_KEY,
-    EngineTeacher,
-    check_engine_tokens,
-    have_same_tokens,
+from trainer.learning.model_checks import (
+    check_models,
 )
+from trainer.learning.teacher import EngineTeacher
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.adapter import RandomAdapter, adapter_config, save_adapter
-from trainer.policy.context_parallel import check_heads
 from trainer.policy.critic import Critic
-from trainer.policy.model import ModelConfig, load_settings
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
-from trainer.policy.parallelism import Parallelism, check_divided
 from trainer.policy.policy import Policy
 from trainer.policy.scores import Scores
 from trainer.policy.trainable import TrainablePolicy
@@ -324,46 +318,3 @@ def _policy(
         total_steps=total_steps,
         weights_of=weights_of,
     )
-
-
-def check_models(
-    model: ModelConfig, algorithm: AlgorithmConfig, parallelism: Parallelism | None = None
-) -> None:
-    """Checks everything about the models that can be checked without loading their weights.
-
-    Raises:
-        ConfigError: a path is not a checkpoint of a causal model, the heads of a model cannot be
-            divided as `parallelism` says, or a teacher or reference has another vocabulary than the
-            policy.
-    """
-    divided = parallelism or Parallelism()
-    ours = _vocabulary(model.path, "model.path", divided)
-    others: dict[str, Path] = {}
-    if algorithm.critic is not None and algorithm.critic.path is not None:
-        _vocabulary(algorithm.critic.path, "algorithm.critic.path", divided)
-    if algorithm.kl is not None and algorithm.kl.reference is not None:
-        others["algorithm.kl.reference"] = algorithm.kl.reference
-    if algorithm.distillation is not None:
-        if algorithm.distillation.checkpoint is not None:
-            others[TEACHER_KEY] = algorithm.distillation.checkpoint
-        if algorithm.distillation.engine_url is not None:
-            check_engine_tokens(model.path, algorithm.distillation.engine_url)
-    for key, path in others.items():
-        theirs = _vocabulary(path, key, divided)
-        if not have_same_tokens(model.path, path, key) and theirs != ours:
-            raise ConfigError(
-                f"{key}: {path} has a vocabulary of {theirs} tokens, but the policy has {ours}; "
-                "use a model with the same tokenizer"
-            )
-
-
-def _vocabulary(path: Path, key: str, parallelism: Parallelism) -> int:
-    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        raise ConfigError(
-            f"{key}={path}: there is no such folder. If it is a model of the Hugging Face hub, run "
-            f"`hf download {path} --local-dir models/{path.name}` and set {key}=models/{path.name}"
-        )
-    settings = load_settings(path, key)
-    check_heads(settings, parallelism.context, key, path)
-    check_divided(settings, parallelism, key, path)
-    return int(settings.get_text_config().vocab_size)

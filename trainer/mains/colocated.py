@@ -5,9 +5,9 @@ from __future__ import annotations
 from agent_loop.producers.protocol import RunsTrials
 from agent_loop.producers.sync import SyncProducer
 from proxy.client import ProxyClient
-from trainer.assembly import TaskParts, open_fit
-from trainer.fit import Ended
-from trainer.run.control import RunControl
+from trainer.assembly import TaskParts
+from trainer.mains.opening import open_fit
+from trainer.run.control import Ended, RunControl
 from trainer.run.log import RunLog
 
 

@@ -25,8 +25,8 @@ from trainer.batch import trained_batch
 from trainer.checkpoint import Checkpoints
 from trainer.cluster.engines import RunEngines
 from trainer.cluster.local import LocalCluster
+from trainer.cluster.rank_models import models_of_rank
 from trainer.cluster.rank_zero import OneThread, RankZero
-from trainer.cluster.ranks import models_of_rank
 from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
@@ -82,7 +82,9 @@ async def run(config: TrainerConfig) -> list[Metrics]:
     with OneThread(Learners.of(learner)) as thread:
         around = RunServices(config, folder, control, cluster, RankZero(thread.send), print)
         async with around.running() as services:
-            agents = parts.loop(folder, services.proxy, cluster)
+            agents = parts.loop(
+                folder, services.proxy, cluster.private_paths, cluster.private_ports
+            )
             history = await train(learner, services.engines, agents, parts.tasks)
             await agents.close()
     learner.save(Checkpoints(folder.checkpoints, keep_last=1), {})

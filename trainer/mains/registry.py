@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from trainer.config import TrainerConfig
-from trainer.fit import Ended
-from trainer.run.control import RunControl
+from trainer.policy.parallel import Seat
+from trainer.ranks_config import RanksConfig
+from trainer.run.control import Ended, RunControl
 from trainer.run.log import RunLog
 
 MAINS: Mapping[str, str] = {
@@ -21,6 +22,8 @@ MAINS: Mapping[str, str] = {
     "sft": "trainer.extras.sft.main",
 }
 """Name → module."""
+FOLLOWER = "trainer.cluster.follower"
+"""What the other ranks than 0 do, whatever the main."""
 
 
 class Parts(Protocol):
@@ -54,3 +57,8 @@ class Main(Protocol):
 def main_of(name: str) -> Main:
     """The main with that name."""
     return cast("Main", import_module(MAINS[name]))
+
+
+def follow_rank_0(config: RanksConfig, seat: Seat) -> None:
+    """Trains with rank 0 as the rank of this seat, until rank 0 has finished."""
+    import_module(FOLLOWER).follow_rank_0(config, seat)

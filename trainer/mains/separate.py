@@ -8,9 +8,9 @@ from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import ReplayBuffer
 from agent_loop.producers.protocol import RunsTrials
 from proxy.client import ProxyClient
-from trainer.assembly import TaskParts, open_fit
-from trainer.fit import Ended
-from trainer.run.control import RunControl
+from trainer.assembly import TaskParts
+from trainer.mains.opening import open_fit
+from trainer.run.control import Ended, RunControl
 from trainer.run.log import RunLog
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -26,12 +25,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from trainer.errors import ConfigError
 from trainer.packing import Layout, MicroBatch
 from trainer.transfers import sent
-
-_HEADS = {"num_attention_heads": "attention heads", "linear_num_value_heads": "linear heads"}
-"""Settings of `config.json` whose number of heads the ranks of a group divide among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,20 +177,6 @@ def own_heads(weight: Tensor, layout: Layout) -> Tensor:
     ranks = _ranks(layout)
     own = len(weight) // ranks.size
     return weight[ranks.rank * own : (ranks.rank + 1) * own]
-
-
-def check_heads(settings: Any, size: int, key: str, path: Path) -> None:
-    """Raises ConfigError if `size` ranks cannot divide the heads of the model with this
-    `config.json`; `key` is the setting that names the model."""
-    text = settings.get_text_config()
-    for name, title in _HEADS.items():
-        heads = getattr(text, name, None)
-        if isinstance(heads, int) and heads % size:
-            fitting = [str(each) for each in range(1, size) if heads % each == 0]
-            raise ConfigError(
-                f"trainer.context_parallel={size}: {key}: {path} has {heads} {title}, which {size} "
-                f"ranks cannot divide; use {' or '.join(fitting)}"
-            )
 
 
 class _Exchange(Function):

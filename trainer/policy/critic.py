@@ -21,7 +21,8 @@ from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.context_parallel import of_whole
-from trainer.policy.model import DTYPES, ModelConfig, blocks, load_model
+from trainer.policy.model import blocks, load_model
+from trainer.policy.model_config import DTYPES, ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import pack_for, parts_for
 from trainer.policy.scorer import last_hidden

@@ -31,7 +31,7 @@ from trainer.packing import Layout, MicroBatch
 from trainer.policy.compiled_layers import KeptByGraphs
 from trainer.policy.context_parallel import ContextRanks
 from trainer.policy.delta_layers import has_delta_layers, has_fla
-from trainer.policy.model import DTYPES, ModelConfig, recompute
+from trainer.policy.model_config import DTYPES, ModelConfig, recompute
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
 from trainer.policy.token_logprobs import LOGIT_COPIES, chunk_rows

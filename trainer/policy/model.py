@@ -8,149 +8,28 @@ does.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoConfig
 
-from proxy.routing.policies import POLICY_NAME
 from proxy.settings.extra import extra
-from proxy.settings.section import Common
 from trainer.errors import ConfigError
 from trainer.policy.adapter import EarlyAdapters, check_adapter
-from trainer.policy.architecture import check_model, check_settings, without_noise
-from trainer.policy.checkpoint_type import ComputeDtype, checkpoint_type
+from trainer.policy.architecture import check_model, without_noise
 from trainer.policy.cpu_linear import use_wide_products
 from trainer.policy.loading import Place, load_weights
-from trainer.policy.parallelism import Parallelism
+from trainer.policy.model_config import (
+    DTYPES,
+    LoraSettings,
+    ModelConfig,
+    context_limit,
+    load_settings,
+    recompute,
+)
 from trainer.policy.proof import prove
 from trainer.policy.scorer import use_packed_rows
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class LoraSettings(BaseModel):
-    """Section `model.lora`: train low-rank adapters (PEFT) instead of the weights."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    rank: Common[int] = Field(16, ge=1)
-    """Rank of the adapters' two matrices."""
-    alpha: float = Field(32.0, gt=0)
-    """Scale of the adapters: their product is multiplied by `alpha / rank`."""
-    target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the layers that get an adapter; `all-linear`: all linear layers except the output
-    layer."""
-    update: Common[Literal["adapter", "merged"]] = "merged"
-    """How engines get an update. `merged`: all weights are sent, with the adapter merged into them.
-    `adapter`: only the adapter is sent, and a vLLM server serves it next to the weights of
-    `model.path`, without a pause."""
-    policy: str = Field("policy", pattern=f"^{POLICY_NAME.pattern}$")
-    """Name of the policy that is trained, with `adapter`. Runs that share a proxy or an engine need
-    different names."""
-
-
-def _type_at_path(section: Mapping[str, Any]) -> ComputeDtype:
-    """The default of `compute_dtype`."""
-    if section.get("weights_dtype") == "bfloat16":
-        return "bfloat16"
-    path = section.get("path")  # missing if it is wrong
-    return checkpoint_type(path) if isinstance(path, Path) else "float32"
-
-
-class ModelConfig(BaseModel):
-    """Section `model`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    path: Common[Path]
-    """Folder of a Hugging Face checkpoint of a causal language model, or `hf://owner/name` on the
-    hub, also with `@revision`, which is downloaded."""
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trained weights and of their gradients; the optimizer's moments are float32.
-    `bfloat16` needs 12 bytes per weight instead of 16, and `compute_dtype: bfloat16`; each step
-    rounds at random, so that small steps are not lost (docs/scale.md)."""
-    compute_dtype: Common[ComputeDtype] = Field(default_factory=_type_at_path)
-    """Type of activations and matrix products. By default that of the checkpoint: float32, or
-    bfloat16 for one of 16 bits or fewer."""
-    max_micro_batch_tokens: Common[int] = Field(8192, ge=1)
-    """Maximum number of input tokens of a forward pass; a longer sequence that shares none has a
-    pass of its own. On a CPU, only sequences that share a prefix form passes of more than 4096
-    tokens."""
-    share_prefixes: bool = True
-    """Compute each common prefix of a mini-batch's sequences once (tree attention), in several
-    passes if it does not fit in one micro-batch."""
-    gradient_checkpointing: bool | None = None
-    """Keep only the input of each layer for the backward pass, and recompute the rest, which saves
-    memory. None: in as many layers as must so that a rank fits on its GPU, by the plan that a run
-    on one machine prints."""
-    recomputed_layers: int | None = Field(None, ge=1)
-    """With `gradient_checkpointing`: number of layers that are recomputed. None: all."""
-    compile_layers: bool = False
-    """Compile the layers and the output layer, on a GPU in bfloat16, so that less is kept for the
-    backward pass. float32 is always computed by the model's own code. Off until a card has shown
-    that it is right and faster: `python -m benchmarks.gpu --only card` does."""
-    activation_offload: bool = False
-    """Keep the inputs of layers in the machine's memory between forward and backward pass. Turns
-    `gradient_checkpointing` on."""
-    router_replay: Literal["off", "replay"] = "off"
-    """Mixture of experts: `replay` computes each token with the experts that the engine chose for
-    it when it sampled or read it, weighted by its own router (R3, arXiv 2510.11370), which
-    removes the differences of the two routers. The engines and sessions of the run then record
-    them (docs/models.md)."""
-    router_compared: int = Field(1, ge=0)
-    """With `router_replay`: number of micro-batches per step and rank that are computed with and
-    without it, to log the difference to the engine both ways. Each costs two forward passes."""
-    router_aux_loss: float = Field(0.0, ge=0)
-    """Mixture of experts: factor of the auxiliary loss that balances the load of the experts
-    (`router_aux_loss_coef` of `config.json`, often 0.001). It is computed by transformers'
-    own function over all tokens of a micro-batch, also those of prompts. 0: no such loss."""
-    lora: LoraSettings | None = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.weights_dtype == "bfloat16" and self.compute_dtype == "float32":
-            raise ValueError(
-                "weights_dtype=bfloat16 needs compute_dtype=bfloat16; leave compute_dtype out"
-            )
-        if self.recomputed_layers is not None and not self.gradient_checkpointing:
-            raise ValueError("recomputed_layers needs gradient_checkpointing=true")
-        if self.activation_offload and self.recomputed_layers is not None:
-            raise ValueError(
-                "activation_offload keeps only inputs of layers; leave recomputed_layers out"
-            )
-        if self.activation_offload and self.gradient_checkpointing is False:
-            raise ValueError(
-                "activation_offload moves what gradient_checkpointing keeps; leave that key out, or"
-                " set it to true"
-            )
-        return self
-
-    def at(self, path: Path) -> Self:
-        """The section for the checkpoint of this folder, whose type is the default."""
-        given = self.model_dump(exclude_unset=True) | {"path": path}
-        return type(self).model_validate(given)
-
-    @property
-    def checkpoints(self) -> bool:
-        """Whether only the inputs of layers are kept for the backward pass."""
-        return bool(self.gradient_checkpointing) or self.activation_offload
-
-    @property
-    def compiles(self) -> bool:
-        """Whether layers are compiled on a GPU."""
-        return self.compile_layers and self.compute_dtype == "bfloat16"
-
-    @property
-    def policy(self) -> str:
-        """The policy whose adapter the engines serve; empty: they serve the trained weights."""
-        return "" if self.lora is None or self.lora.update == "merged" else self.lora.policy
 
 
 def load_model(
@@ -211,30 +90,6 @@ def load_model(
     return model.requires_grad_(False) if not trainable else model
 
 
-def recompute(model: Any, config: ModelConfig) -> None:
-    """Turns gradient checkpointing on, in the first `recomputed_layers`, or in all."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.recomputed_layers is not None:
-        for layer in model.get_decoder().layers[config.recomputed_layers :]:
-            layer.gradient_checkpointing = False
-
-
-def whole_trees(config: ModelConfig, parallelism: Parallelism) -> str:
-    """A warning that trees larger than a micro-batch compute their prefixes several times, with the
-    reason; empty if they are computed in pieces.
-
-    Raises ConfigError as `load_model` for an architecture that cannot be trained.
-    """
-    if not config.share_prefixes:
-        return ""
-    if parallelism.divides_model:
-        reason = "trainer.tensor_parallel, pipeline_parallel or expert_parallel divides the model"
-    else:
-        reason = prove(without_noise(load_settings(config.path)), config.path)
-    said = f"model.share_prefixes: {config.path}: a prefix is shared within a micro-batch only"
-    return reason and f"{said}: {reason}"
-
-
 def pieces_problem(model: Any) -> str:
     """Why trees of a loaded model are not computed in pieces; empty if they are."""
     return str(model.pieces_problem)
@@ -250,62 +105,9 @@ def context_tokens(model: Any) -> int:
     return context_limit(model.config)
 
 
-def context_limit(settings: Any) -> int:
-    """`context_tokens` of a model with this `config.json`."""
-    return int(settings.get_text_config().max_position_embeddings)
-
-
 def vocabulary(model: Any) -> int:
     """Number of tokens that the model has an embedding for."""
     return int(model.config.get_text_config().vocab_size)
-
-
-def load_settings(path: Path, key: str = "model.path") -> Any:
-    """The checkpoint's `config.json`. Raises ConfigError, which names `key`, like `load_model`."""
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"{key}: {path} holds no config.json; give the folder of a Hugging Face checkpoint"
-        )
-    try:
-        settings = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{key}: {path}: {_one_line(error)}") from error
-    _refuse_quantised(settings, path, key)
-    check_settings(settings, path, key)
-    _check_tokenizer(path, key, settings.get_text_config().vocab_size)
-    return settings
-
-
-def _refuse_quantised(settings: Any, path: Path, key: str) -> None:
-    """Refuses weights in blocks of fewer bits: an export would mix the trained weights with the
-    original blocks, and an engine would quantise again what is sent to it."""
-    for part in (settings, settings.get_text_config()):
-        for name in ("quantization_config", "compression_config"):
-            if (found := getattr(part, name, None)) is None:
-                continue
-            given = found if isinstance(found, dict) else found.to_dict()
-            method = given.get("quant_method") or given.get("quant_library") or "unknown method"
-            raise ConfigError(
-                f"{key}: {path} is quantised ({name}: {getattr(method, 'value', method)}), and "
-                "quantised weights are not trained; give the checkpoint in bfloat16 or float32 "
-                "from which it was made, or its dequantised copy without this key in config.json"
-            )
-
-
-def _check_tokenizer(path: Path, key: str, vocabulary: int) -> None:
-    """Checks that the tokenizer has no more tokens than the model has embeddings."""
-    file = path / "tokenizer.json"
-    if file.is_file():
-        tokens = Tokenizer.from_file(str(file)).get_vocab_size()
-        if tokens > vocabulary:
-            raise ConfigError(
-                f"{key}: {path}: its tokenizer has {tokens} tokens, but its model only"
-                f" {vocabulary}; use a model and a tokenizer of the same checkpoint"
-            )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _check_one_type(model: Any, config: ModelConfig) -> None:

@@ -13,6 +13,8 @@ from trainer.errors import ConfigError
 INSTALL = "uv pip install --no-deps nemo-automodel==0.7.0"
 DENSE, MIXTURES = ("llama", "mistral", "qwen2", "qwen3"), ("qwen3_moe",)
 """Kinds of models (`model_type`) that tests compare with one rank."""
+_HEADS = {"num_attention_heads": "attention heads", "linear_num_value_heads": "linear heads"}
+"""Settings of `config.json` whose number of heads the ranks of a group divide among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +108,17 @@ def _refusals(settings: Any, divided: Parallelism) -> Iterator[str]:
             f"trainer.pipeline_parallel={divided.pipeline} is more than its "
             f"{settings.num_hidden_layers} layers"
         )
+
+
+def check_heads(settings: Any, size: int, key: str, path: Path) -> None:
+    """Raises ConfigError if `size` ranks cannot divide the heads of the model with this
+    `config.json`; `key` is the setting that names the model."""
+    text = settings.get_text_config()
+    for name, title in _HEADS.items():
+        heads = getattr(text, name, None)
+        if isinstance(heads, int) and heads % size:
+            fitting = [str(each) for each in range(1, size) if heads % each == 0]
+            raise ConfigError(
+                f"trainer.context_parallel={size}: {key}: {path} has {heads} {title}, which {size} "
+                f"ranks cannot divide; use {' or '.join(fitting)}"
+            )

@@ -31,15 +31,8 @@ from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
 from trainer.policy.flops import multiplied_weights
 from trainer.policy.late_metrics import LateMetrics
-from trainer.policy.model import (
-    DTYPES,
-    ModelConfig,
-    blocks,
-    context_tokens,
-    load_model,
-    pieces_problem,
-    vocabulary,
-)
+from trainer.policy.model import blocks, context_tokens, load_model, pieces_problem, vocabulary
+from trainer.policy.model_config import DTYPES, ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.piece_loss import loss_of, note
 from trainer.policy.scorer import BalanceLoss, CausalScorer, Scored

@@ -34,6 +34,9 @@ from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.batch import Batch, build_batch
 from trainer.errors import ConfigError
 from trainer.packing import pack
+from trainer.policy.architecture import without_noise
+from trainer.policy.model_config import ModelConfig, load_settings
+from trainer.policy.parallelism import Parallelism
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import VOCABULARY, shrunk
 from trainer.prefix_tree import divide, lay_out
@@ -387,3 +390,19 @@ def _key(small: Any) -> str:
     for file in (*files, *sorted(Path(__file__).parent.glob("*.py"))):
         total.update(file.read_bytes())
     return total.hexdigest()
+
+
+def whole_trees(config: ModelConfig, parallelism: Parallelism) -> str:
+    """A warning that trees larger than a micro-batch compute their prefixes several times, with the
+    reason; empty if they are computed in pieces.
+
+    Raises ConfigError as `load_model` for an architecture that cannot be trained.
+    """
+    if not config.share_prefixes:
+        return ""
+    if parallelism.divides_model:
+        reason = "trainer.tensor_parallel, pipeline_parallel or expert_parallel divides the model"
+    else:
+        reason = prove(without_noise(load_settings(config.path)), config.path)
+    said = f"model.share_prefixes: {config.path}: a prefix is shared within a micro-batch only"
+    return reason and f"{said}: {reason}"

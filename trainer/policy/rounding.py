@@ -22,7 +22,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.policy.model import ModelConfig, load_settings
+from trainer.policy.model_config import ModelConfig, load_settings
 from trainer.policy.shrink import EXPERTS, number_of
 
 

@@ -18,7 +18,7 @@ from trainer.algorithms.token_loss import LossFunction, Metrics
 from trainer.batch import Batch, BatchPart
 from trainer.optimizer import Stepper
 from trainer.packing import MicroBatch
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.scores import Scores
 

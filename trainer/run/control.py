@@ -12,9 +12,13 @@ import asyncio
 import signal
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
+
+Ended = Literal["done", "stopped"]
+"""How a run ended. `done`: it reached the configured end; `stopped`: it was asked to stop, and has
+saved a checkpoint."""
 
 
 async def first_to_end(works: Iterable[Coroutine[Any, Any, T]]) -> T:

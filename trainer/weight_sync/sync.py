@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.engine import Backend
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.dtypes import Dtypes, engine_dtypes, rounded
 from trainer.weight_sync.segment import Named
-from trainer.weight_sync.transports import Backend, Shapes, Transport, open_transport
+from trainer.weight_sync.transports import Shapes, Transport, open_transport
 
 
 @dataclass(frozen=True, slots=True)

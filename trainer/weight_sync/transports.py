@@ -31,13 +31,13 @@ from urllib.parse import urlsplit
 import torch
 
 from proxy.settings.extra import extra
+from trainer.engine import Backend
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.address import address_towards
 from trainer.weight_sync.control import HEALTH_INTERVAL_S, EngineControl
 from trainer.weight_sync.nccl_abort import abort
 from trainer.weight_sync.segment import Named, SegmentWriter, Written
 
-Backend = Literal["shm", "nccl", "gloo"]
 Shapes = Callable[[], Sequence[Named]]
 T = TypeVar("T")
 _REPORTS_BYTES = 1 << 16  # the size of a pipe

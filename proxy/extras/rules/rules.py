@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from proxy.errors import RequestError
 from proxy.extras.rules.terms import SearchTerms
-from proxy.http.openapi import CLOSED
+from proxy.http.valid_json import CLOSED
 from proxy.records import ForkCause, RuleAction
 from proxy.settings.section import Common, Section
 from proxy.store.browser import Browser, SavedRule

@@ -19,7 +19,7 @@ from proxy.conversation.messages import Message, load_answer
 from proxy.conversation.recorded import load_message
 from proxy.errors import RequestError
 from proxy.extras.rules.edited_tests import edited_test
-from proxy.http.openapi import CLOSED
+from proxy.http.valid_json import CLOSED
 from proxy.records import ForkCause
 from proxy.store.browser import WrittenTurn
 

@@ -16,7 +16,7 @@ from proxy.extras.rules.rules import RuleJson
 from proxy.extras.rules.terms import HitJson
 from proxy.extras.rules.watch import RuleFault
 from proxy.extras.view.run_answers import RunStamps
-from proxy.http.openapi import CLOSED, OPEN
+from proxy.http.valid_json import CLOSED, OPEN
 from proxy.records import FinishReason, ForkCause, SessionKind, SessionStatus, TurnStatus
 from proxy.records.binary import MarkFields, RewardFields
 

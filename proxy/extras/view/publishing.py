@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from proxy.http.openapi import CLOSED
+from proxy.http.valid_json import CLOSED
 from proxy.run_files.lines import Count, Name, Number, PhaseFields, Step, TrialFields, Words
 
 MAX_LINES = 10_000

@@ -11,7 +11,7 @@ from typing import Any, NotRequired
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from proxy.http.openapi import CLOSED, OPEN
+from proxy.http.valid_json import CLOSED, OPEN
 from proxy.records.binary import MarkFields
 from proxy.run_files.trial_files import FilePiece
 from proxy.run_files.verdict import VerdictJson

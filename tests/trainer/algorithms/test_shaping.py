@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +71,7 @@ def test_estimator_of_the_distillation_measures_the_divergence_from_the_teacher(
     batch = prepared()
     batch.teacher_logprobs = torch.full((batch.num_tokens,), -0.5)
     logprobs = torch.zeros(batch.num_tokens)
-    teacher = {"teacher": Path("teacher"), "estimator": estimator, "coefficient": 2.0}
+    teacher = {"teacher": "teacher", "estimator": estimator, "coefficient": 2.0}
     config = AlgorithmConfig(distillation=Distillation.model_validate(teacher))
     added = loss_of(config, batch, logprobs) - loss_of(AlgorithmConfig(), batch, logprobs)
     assert float(added) == pytest.approx(2.0 * divergence)

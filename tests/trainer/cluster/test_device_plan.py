@@ -19,7 +19,7 @@ from trainer.cluster.local import LocalCluster
 from trainer.cluster.local_engine import replica_server
 from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError
-from trainer.policy.model import load_settings
+from trainer.policy.model_config import load_settings
 from trainer.policy.parallel import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.folder import RunFolder

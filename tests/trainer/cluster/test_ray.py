@@ -33,7 +33,7 @@ from tests.trainer.fake_server import FakeServer
 from tests.trainer.score_text import ScoreText
 from tests.trainer.test_fit import ScriptedTrials, config_of, run_once, scored_on
 from trainer.checkpoint import Checkpoints
-from trainer.cluster.cluster import ClusterConfig
+from trainer.cluster.config import ClusterConfig
 from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
 from trainer.engine import EnginesConfig

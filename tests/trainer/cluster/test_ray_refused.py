@@ -10,7 +10,7 @@ import pytest
 
 from tests.needs import skip_or_fail
 from tests.trainer.test_fit import config_of
-from trainer.cluster import open_cluster
+from trainer.cluster.registry import open_cluster
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.run.control import RunControl

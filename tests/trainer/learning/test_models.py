@@ -18,7 +18,7 @@ from trainer.errors import ConfigError
 from trainer.learning import steps
 from trainer.learning.models import AdaptersOff, Models, build_models
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import LoraSettings, ModelConfig
+from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 
 
@@ -67,7 +67,7 @@ def test_distillation_moves_the_policy_to_its_teacher(checkpoint: Path, tmp_path
         parameter.data += 0.01 * torch.randn_like(parameter)
     teacher.save_pretrained(tmp_path)
     models = make_models(
-        checkpoint, distillation={"teacher": tmp_path, "coefficient": 10.0}, prox="recompute"
+        checkpoint, distillation={"teacher": str(tmp_path), "coefficient": 10.0}, prox="recompute"
     )
     batch = make_batch(1)
     divergences = [train(models, batch)["actor/distillation_loss"] for _ in range(6)]
@@ -79,7 +79,7 @@ def test_teacher_with_another_vocabulary_is_refused(checkpoint: Path, tmp_path: 
     settings.vocab_size = 64
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="a vocabulary of 64 tokens, but the policy has 96"):
-        make_models(checkpoint, distillation={"teacher": tmp_path})
+        make_models(checkpoint, distillation={"teacher": str(tmp_path)})
 
 
 def test_only_the_critic_is_trained_during_its_warm_up(checkpoint: Path) -> None:

@@ -22,10 +22,11 @@ from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.kl import K2
 from trainer.batch import Batch, build_batch
 from trainer.errors import ConfigError, TrainingError
-from trainer.learning.models import Models, check_models
-from trainer.learning.teacher import EngineTeacher, check_engine_tokens, have_same_tokens
+from trainer.learning.model_checks import check_engine_tokens, check_models, have_same_tokens
+from trainer.learning.models import Models
+from trainer.learning.teacher import EngineTeacher
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy
 

@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 from trainer.packing import Layout
 from trainer.policy.architecture import without_noise
 from trainer.policy.attention import packed_attention
-from trainer.policy.model import LoraSettings, load_settings
+from trainer.policy.model_config import LoraSettings, load_settings
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

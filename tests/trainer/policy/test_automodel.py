@@ -25,7 +25,7 @@ from trainer.checkpoint import read_state, write_state
 from trainer.extras.automodel.policy import AutomodelPolicy
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.architecture import without_noise
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.parallelism import Parallelism
 from trainer.policy.policy import Policy

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.policy.checkpoint_type import checkpoint_type
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.settings.sources import load
 
 QUICKSTART = Path("agentic_trainer.yaml")

@@ -24,12 +24,12 @@ from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch, joined
 from trainer.errors import ConfigError
-from trainer.learning.models import check_models
+from trainer.learning.model_checks import check_models
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import Layout, MicroBatch
 from trainer.policy.architecture import without_noise
 from trainer.policy.context_parallel import ContextRanks, SharedLayout, split_heads
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.parallelism import Parallelism
 from trainer.policy.policy import Policy

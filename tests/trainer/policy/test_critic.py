@@ -12,7 +12,7 @@ from trainer.learning.models import Models
 from trainer.learning.steps import update_critic
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.critic import Critic
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 
 
 def make_critic(checkpoint: Path, *, share_prefixes: bool = True) -> Critic:

@@ -11,7 +11,7 @@ import torch
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.batch import build_batch
 from trainer.policy.flops import multiplied_weights, training_flops, utilisation
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 
 

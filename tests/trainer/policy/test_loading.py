@@ -23,7 +23,8 @@ from trainer.optimizer import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.export import checkpoint_tensors
 from trainer.policy.loading import load_weights
-from trainer.policy.model import LoraSettings, ModelConfig, blocks, load_model, load_settings
+from trainer.policy.model import blocks, load_model
+from trainer.policy.model_config import LoraSettings, ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy
 

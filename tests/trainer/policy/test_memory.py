@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig, Qwen3Config
 from trainer.optimizer import OptimizerConfig
 from trainer.policy import memory
 from trainer.policy.memory import RankMemory, count_weights, rank_memory
-from trainer.policy.model import LoraSettings, ModelConfig
+from trainer.policy.model_config import LoraSettings, ModelConfig
 
 TOKENS = 1024
 SIZES = {
@@ -40,7 +40,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import Layout, MicroBatch
-from trainer.policy.model import DTYPES
+from trainer.policy.model_config import DTYPES
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 
 def train(settings, tokens, dtype, checkpointing):

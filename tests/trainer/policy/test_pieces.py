@@ -19,7 +19,7 @@ from trainer.learning.models import Models
 from trainer.learning.steps import compute_logprobs, update
 from trainer.optimizer import OptimizerConfig
 from trainer.policy.critic import Critic
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 
 __all__ = ["mixture"]  # a fixture

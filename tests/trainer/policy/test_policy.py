@@ -27,7 +27,7 @@ from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError, TrainingError
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.policy import scorer
-from trainer.policy.model import LoraSettings, ModelConfig
+from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 
 

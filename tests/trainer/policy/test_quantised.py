@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.policy.model import load_settings
+from trainer.policy.model_config import load_settings
 
 METHODS: dict[str, dict[str, Any]] = {
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from proxy.engines.vllm_platform import CPU, GPU, EnginePlatform
 from trainer.engine import EnginesConfig, check_platform
 from trainer.errors import ConfigError
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 
 MEASURED = {
     "qwen3": (1.4e-2, 4.3e-2),

@@ -20,7 +20,7 @@ from trainer.errors import ConfigError
 from trainer.extras.experts.router_balance import check_balance
 from trainer.optimizer import OptimizerConfig
 from trainer.packing import pack
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.policy.proof import randomize
 from trainer.policy.shrink import shrunk

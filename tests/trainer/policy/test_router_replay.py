@@ -25,7 +25,7 @@ from trainer.extras.experts.router_replay import check_replay, replayed_share
 from trainer.extras.experts.routing_mismatch import routing_metrics
 from trainer.learning.models import Models
 from trainer.optimizer import OptimizerConfig
-from trainer.policy.model import ModelConfig
+from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy
 from trainer.policy.proof import randomize

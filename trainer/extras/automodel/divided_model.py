@@ -32,7 +32,7 @@ from trainer.packing import MicroBatch
 from trainer.policy.architecture import check_model, without_noise
 from trainer.policy.export import Translate
 from trainer.policy.loading import load_weights
-from trainer.policy.model import DTYPES, ModelConfig, load_settings
+from trainer.policy.model_config import DTYPES, ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
 from trainer.policy.proof import prove
 from trainer.policy.scorer import use_packed_rows

@@ -29,7 +29,7 @@ from trainer.extras.automodel.pipeline import LossOf, Pipeline
 from trainer.optimizer import OptimizerConfig, Stepper
 from trainer.packing import MicroBatch
 from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
-from trainer.policy.model import DTYPES, ModelConfig
+from trainer.policy.model_config import DTYPES, ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import pack_for, parts_for, raise_not_finite
 from trainer.policy.scores import Scores

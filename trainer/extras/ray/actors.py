@@ -20,8 +20,8 @@ from proxy.engines.vllm_nodes import ServerPart
 from proxy.machine.port import free_port, host_and_port
 from trainer.cluster.local_engine import LocalReplica, MakeServer
 from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
+from trainer.cluster.rank_models import models_of_rank
 from trainer.cluster.rank_zero import RankRequest
-from trainer.cluster.ranks import models_of_rank
 from trainer.errors import TrainerError
 from trainer.extras.relay.order import WorkerOrder
 from trainer.extras.relay.worker_process import WorkerCommand

@@ -29,7 +29,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agent_loop.processes.listening import ListeningPorts
 from proxy.engines.vllm_server import VllmServer, socket_folder
-from trainer.cluster.cluster import ClusterConfig, ProcessesConfig, ProxyService
+from trainer.cluster.cluster import ProxyService
+from trainer.cluster.config import ClusterConfig, ProcessesConfig
 from trainer.cluster.local_engine import replica_server
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_zero import RankRequest, RankZero, SendRequest

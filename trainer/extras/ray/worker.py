@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from trainer.cluster.cluster import ClusterConfig
+from trainer.cluster.config import ClusterConfig
 from trainer.errors import TrainerError
 from trainer.extras.ray.actors import RelayActor, awaited, end, until_end
 from trainer.extras.relay.config import RelayWorkersConfig

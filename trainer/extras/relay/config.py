@@ -11,7 +11,7 @@ from pydantic import Field
 from proxy.http.web_guard import EVERYWHERE
 from proxy.settings.reaching import RayResources, Restarts
 from proxy.settings.section import Common
-from trainer.cluster.cluster import JoiningSection
+from trainer.cluster.config import JoiningSection
 from trainer.cluster.proxy_server import ProxyServerConfig
 
 NUMBER = "{number}"

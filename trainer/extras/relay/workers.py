@@ -25,7 +25,8 @@ from proxy.client import ProxyClient, patiently
 from proxy.engines.vllm_server import VllmConfig
 from proxy.http.web_guard import host_of
 from proxy.machine.secrecy import without_credentials
-from trainer.cluster.cluster import Cluster, ProcessesConfig, WorkerProcess
+from trainer.cluster.cluster import Cluster, WorkerProcess
+from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.local_engine import replica_engine
 from trainer.engine import EnginesConfig
 from trainer.errors import TrainerError

@@ -9,20 +9,19 @@ from dataclasses import dataclass
 from proxy.config import RenderingConfig
 from trainer.algorithms import AlgorithmConfig
 from trainer.checkpoint import Checkpoints, CheckpointUploads, open_mirror
-from trainer.cluster import open_cluster
 from trainer.cluster.device_plan import fitted, gpus_here
 from trainer.cluster.rank_zero import Restore
 from trainer.cluster.ranks import device_of
+from trainer.cluster.registry import open_cluster
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.extras.sft.config import SftConfig
 from trainer.extras.sft.demonstrations import Demonstration, read_demonstrations
 from trainer.extras.sft.fit import SftFit
 from trainer.extras.sft.schedule import Schedule, split
-from trainer.fit import Ended
 from trainer.optimizer import check_optimizer
-from trainer.policy.model import context_limit, load_settings
-from trainer.run.control import RunControl
+from trainer.policy.model_config import context_limit, load_settings
+from trainer.run.control import Ended, RunControl
 from trainer.run.log import RunLog
 
 NO_ENGINE = {"replicas": 0, "sleep": False, "weight_transfer": "shm"}

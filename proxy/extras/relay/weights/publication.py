@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from proxy.engines.segment_layout import HEAD_BYTES, aligned
-from proxy.routing.policies import POLICY_NAME
+from proxy.records import POLICY_NAME
 
 FORMAT = 1
 MANIFEST = "manifest.json"
