@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -185,6 +185,19 @@ Clip = Callable[[nn.Module, float], Tensor]
 """Clips the gradient of a model to a norm; returns the norm that it had."""
 
 
+class Unread(Protocol):
+    """What the passes of an optimizer step report, which is still on the device."""
+
+    def all_finite(self, finite: Tensor) -> Tensor:
+        """Whether this scalar is True and all losses are finite; not read."""
+        ...
+
+    def sums(self, more: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+        """Reads the sum of each metric, and `more` scalars. Raises an error if a loss is not
+        finite."""
+        ...
+
+
 class Stepper:
     """The optimizer and schedule of one model."""
 
@@ -217,13 +230,17 @@ class Stepper:
             # could then be given back to an engine on the same GPU.
             self._make_moments()
 
-    def step(self) -> dict[str, float]:
-        """Clips the gradient, updates the weights, clears the gradient.
+    def step(self, late: Unread | None = None) -> dict[str, float]:
+        """Clips the gradient, updates the weights, clears the gradient. Returns the metrics of
+        `late`, which are read together with the gradient's norm, the norm and the learning rate.
 
-        Raises GradientError, and leaves the weights unchanged, if the gradient is not finite.
+        Raises GradientError if the gradient is not finite, and what `late` raises if a loss is not;
+        the weights are unchanged then.
         """
         norm = self._clip(self.model, self.max_grad_norm)
         finite = torch.isfinite(norm)
+        if late is not None:
+            finite = late.all_finite(finite)
         lr = self.optimizer.param_groups[0]["lr"]
         if self._skips:  # by its kernel, for which the host does not wait
             self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
@@ -231,12 +248,15 @@ class Stepper:
             self.optimizer.step()
         # Reading the norm waits for the step, so that weights and moments are complete for what
         # reads them next: other streams, and the host.
-        found = float(norm)
-        self.clear()
-        if not math.isfinite(found):
-            raise GradientError(f"the gradient's norm is {found}; the weights are unchanged")
+        try:
+            found = {"grad_norm": float(norm)} if late is None else late.sums({"grad_norm": norm})
+        finally:
+            self.clear()
+        if not math.isfinite(found["grad_norm"]):
+            norm_is = f"the gradient's norm is {found['grad_norm']}"
+            raise GradientError(f"{norm_is}; the weights are unchanged")
         self.schedule.step()
-        return {"grad_norm": found, "lr": float(lr)}
+        return found | {"lr": float(lr)}
 
     def clear(self) -> None:
         """Discards the gradient."""

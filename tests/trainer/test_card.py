@@ -27,12 +27,14 @@ from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.token_loss import LossFunction, TokenLoss
 from trainer.batch import Batch
 from trainer.cluster.device_plan import RESERVED_SHARE
+from trainer.errors import TrainingError
 from trainer.extras.relay.published_weights import Publisher, described
 from trainer.learning.models import FreeCache, Models
 from trainer.learning.steps import update_policy
 from trainer.optimizer import GradientError, OptimizerConfig, Stepper
 from trainer.packing import Layout, MicroBatch
 from trainer.policy import attention, mask
+from trainer.policy.critic import Critic
 from trainer.policy.mask import AttentionMask, block_mask
 from trainer.policy.memory import rank_memory
 from trainer.policy.model_config import DTYPES, LoraSettings, ModelConfig
@@ -122,8 +124,8 @@ def test_step_on_a_card_is_that_of_a_cpu_and_touches_no_other_card(
 def test_host_waits_for_the_card_only_to_read_what_a_step_reports(
     checkpoint: Path, model: dict[str, Any]
 ) -> None:
-    """Twice in an optimizer step: for the metrics of all micro-batches, before the weights change,
-    and for the norm of the gradient, after they have."""
+    """Once in an optimizer step: for the metrics of all micro-batches and the gradient's norm,
+    after the weights have changed."""
     batch = make_batch(1)
     algorithm = Algorithm(AlgorithmConfig())
     algorithm.compute_advantages(batch)
@@ -140,7 +142,7 @@ def test_host_waits_for_the_card_only_to_read_what_a_step_reports(
         metrics = update_policy(
             models, batch, temperature=1.0, version=0, generator=torch.Generator()
         )
-        assert len(card.waits) == 2, card.waits
+        assert len(card.waits) == 1, card.waits
     assert metrics["grad_norm"] > 0
 
 
@@ -170,6 +172,44 @@ def test_gradient_that_is_not_finite_changes_nothing_on_a_card(checkpoint: Path)
         counts = {float(each["step"].cpu()) for each in policy.stepper.optimizer.state.values()}
     assert counts == {1.0}
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_loss_that_is_not_finite_changes_nothing_on_a_card(checkpoint: Path) -> None:
+    """Also if the gradient is finite; the weights are decided on before the host knows."""
+    batch = make_batch(1)
+    bad = torch.zeros(batch.num_tokens).index_fill(0, torch.tensor(3), torch.inf)
+
+    def shifted(logp: Tensor, _: Tensor, targets: Tensor) -> TokenLoss:
+        return TokenLoss(logp + bad[targets].to(logp.device), {})
+
+    with pretend() as card:
+        policy = trained(checkpoint, "cuda:0", {}, {})
+        before = {name: tensor.cpu() for name, tensor in policy.named_hf_parameters()}
+        late = policy.accumulate(policy.pack(batch), batch, shifted, temperature=1.0)
+        card.waits.clear()
+        with pytest.raises(TrainingError, match=f"{batch.name(3)}: the loss of a token is inf"):
+            policy.step(late)
+        assert all(each.grad is None for each in policy.model.parameters())
+        after = {name: tensor.cpu() for name, tensor in policy.named_hf_parameters()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_critic_waits_for_the_card_once(checkpoint: Path) -> None:
+    batch = make_batch(1)
+    algorithm = Algorithm(AlgorithmConfig.model_validate({"preset": "ppo"}))
+    with pretend() as card:
+        config = ModelConfig(path=checkpoint, max_micro_batch_tokens=48)
+        critic = Critic(config, OptimizerConfig(lr=1e-2), device="cuda:0")
+        batch.values = critic.compute_values(batch)
+        batch.prox_logprobs = batch.logprobs
+        algorithm.compute_advantages(batch)
+        loss, micros = algorithm.value_loss(batch), critic.pack(batch)
+        assert len(micros) > 1
+        critic.step(critic.accumulate(micros, batch, loss))
+        card.waits.clear()
+        metrics = critic.step(critic.accumulate(micros, batch, loss))
+        assert len(card.waits) == 1, card.waits
+    assert metrics["grad_norm"] > 0
 
 
 def test_tensor_of_another_device_in_a_step_is_an_error(checkpoint: Path, card: Card) -> None:

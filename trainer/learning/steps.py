@@ -24,7 +24,7 @@ from trainer.batch import Batch, joined
 from trainer.learning.models import AdaptersOff, FrozenModel, Models
 from trainer.policy.critic import Critic
 from trainer.policy.scores import Scores
-from trainer.policy.trainable import Trainable, summed
+from trainer.policy.trainable import Trainable
 from trainer.policy.update import train_part
 
 Scorer = Literal["policy", "base", "reference", "teacher"]
@@ -202,7 +202,7 @@ class TrainCritic:
         return train_part(
             critic,
             batch,
-            lambda micros: summed(critic.forward_backward(micro, batch, loss) for micro in micros),
+            lambda micros: critic.accumulate(micros, batch, loss),
             self.expected,
         )
 

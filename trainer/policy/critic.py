@@ -8,7 +8,8 @@ Shapes: `N` trained tokens of the batch, `M` of them in a micro-batch, `D` hidde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from trainer.algorithms.token_loss import Metrics, ValueLossFunction
 from trainer.batch import Batch, BatchPart
 from trainer.errors import TrainingError
-from trainer.optimizer import OptimizerConfig, Stepper
+from trainer.optimizer import OptimizerConfig, Stepper, Unread
 from trainer.packing import MicroBatch
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.context_parallel import of_whole
+from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.model import blocks, load_model
 from trainer.policy.model_config import DTYPES, ModelConfig
 from trainer.policy.parallel import Ranks
@@ -56,9 +58,8 @@ class Critic:
     critic = Critic(ModelConfig(path=…), OptimizerConfig(lr=1e-5))
     batch.values = critic.compute_values(batch)
     algorithm.compute_advantages(batch)
-    for micro in critic.pack(batch):
-        metrics = critic.forward_backward(micro, batch, algorithm.value_loss(batch))
-    metrics |= critic.step()
+    late = critic.accumulate(critic.pack(batch), batch, algorithm.value_loss(batch))
+    metrics = critic.step(late)
     """
 
     def __init__(
@@ -112,34 +113,34 @@ class Critic:
             ).cpu()
         return values
 
-    def forward_backward(self, micro: MicroBatch, batch: Batch, loss: ValueLossFunction) -> Metrics:
-        """Adds the gradient of the micro-batch's losses; returns its contributions to the metrics.
-
-        Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
-        """
-        if micro.reads_only:
-            self.module.eval()
-            with torch.no_grad():
-                self._values(micro)
-            return {}
-        self.module.train()
-        result = loss(self._values(micro), micro.targets)
-        finite = torch.isfinite(result.losses)
-        if not finite.all():
-            token = int(micro.targets[int((~finite).nonzero()[0])])
-            raise TrainingError(f"{batch.name(token)}: the critic's loss of a token is not finite")
-        (result.losses.sum() * self.ranks.size).backward()  # type: ignore[no-untyped-call]
-        if micro.piece is not None:
-            micro.piece.done()
-        return {name: float(value.detach()) for name, value in result.metrics.items()}
+    def accumulate(
+        self, micros: Sequence[MicroBatch], batch: Batch, loss: ValueLossFunction
+    ) -> LateMetrics:
+        """Adds the gradient of the micro-batches' losses; returns their contributions to the
+        metrics, which `step` reads."""
+        late = LateMetrics()
+        for micro in micros:
+            if micro.reads_only:
+                self.module.eval()
+                with torch.no_grad():
+                    self._values(micro)
+                continue
+            self.module.train()
+            result = loss(self._values(micro), micro.targets)
+            losses = result.losses.detach()
+            (result.losses.sum() * self.ranks.size).backward()  # type: ignore[no-untyped-call]
+            late.add(result.metrics, losses, partial(_refuse, batch, micro.targets, losses))
+            if micro.piece is not None:
+                micro.piece.done()
+        return late
 
     def _values(self, micro: MicroBatch) -> Tensor:
         values: Tensor = self.module(self.ranks.context.part(micro).to(self.device))
         return values
 
-    def step(self) -> Metrics:
+    def step(self, late: Unread | None = None) -> Metrics:
         """Executes an optimizer step, as `Policy.step` does."""
-        return self.stepper.step()
+        return self.stepper.step(late)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and schedule, for torch's DCP."""
@@ -148,3 +149,9 @@ class Critic:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned."""
         self.stepper.load_state_dict(state)
+
+
+def _refuse(batch: Batch, targets: Tensor, losses: Tensor) -> None:
+    """Raises TrainingError, which names the token of the first loss that is not finite."""
+    token = int(targets[int((~torch.isfinite(losses)).nonzero()[0])])
+    raise TrainingError(f"{batch.name(token)}: the critic's loss of a token is not finite")

@@ -24,7 +24,7 @@ from proxy.settings.extra import extra
 from trainer.algorithms.token_loss import LossFunction, Metrics
 from trainer.batch import Batch, BatchPart, RowPlan, part_in_micro_batches
 from trainer.errors import TrainingError
-from trainer.optimizer import OptimizerConfig, Stepper
+from trainer.optimizer import OptimizerConfig, Stepper, Unread
 from trainer.packing import MicroBatch
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.compiled_layers import compile_layers
@@ -53,8 +53,8 @@ class Policy:
     Example:
         policy = Policy(ModelConfig(path=…), OptimizerConfig(lr=1e-5))
         batch.prox_logprobs = policy.compute_logprobs(batch, temperature=1.0).logprobs
-        metrics = policy.accumulate(policy.pack(batch), batch, loss, temperature=1.0)
-        metrics |= policy.step()
+        late = policy.accumulate(policy.pack(batch), batch, loss, temperature=1.0)
+        metrics = policy.step(late)
     """
 
     def __init__(
@@ -171,13 +171,13 @@ class Policy:
         *,
         temperature: float,
         entropy_grad: bool = False,
-    ) -> Metrics:
-        """`forward_backward` of each micro-batch; returns the sums of their contributions, which
-        are read at the end."""
+    ) -> LateMetrics:
+        """`forward_backward` of each micro-batch; returns their contributions, which `step`
+        reads."""
         late = LateMetrics()
         for micro in micros:
             self._backward(micro, batch, loss, temperature, entropy_grad, late)
-        return late.sums()
+        return late
 
     def forward_backward(
         self,
@@ -231,12 +231,14 @@ class Policy:
         if micro.piece is not None:
             note(micro.piece, micro.targets, scored)
 
-    def step(self) -> Metrics:
-        """Clips the gradient, updates the weights, and clears the gradient.
+    def step(self, late: Unread | None = None) -> Metrics:
+        """Clips the gradient, updates the weights, and clears the gradient; returns also the
+        metrics of `late`.
 
-        Raises GradientError, and leaves the weights unchanged, if the gradient is not finite.
+        Raises GradientError if the gradient is not finite, and TrainingError, which names the
+        rollout and the turn, if a loss is not; the weights are unchanged then.
         """
-        return self.stepper.step()
+        return self.stepper.step(late)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and schedule, for torch's DCP. Raises TrainingError for a frozen

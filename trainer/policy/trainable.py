@@ -6,7 +6,6 @@ Implementations: `Policy` and `Critic`, which hold every layer in shards (FSDP2)
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from trainer.algorithms.token_loss import LossFunction, Metrics
 from trainer.batch import Batch, BatchPart
-from trainer.optimizer import Stepper
+from trainer.optimizer import Stepper, Unread
 from trainer.packing import MicroBatch
+from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.scores import Scores
@@ -42,10 +42,12 @@ class Trainable(Protocol):
         """The batch (or some of its sequences), divided into one part for each rank."""
         ...
 
-    def step(self) -> Metrics:
-        """Clips the gradient, updates the weights, and clears the gradient.
+    def step(self, late: Unread | None = None) -> Metrics:
+        """Clips the gradient, updates the weights, and clears the gradient. Returns also the
+        metrics of `late`, what `accumulate` has returned, which are read at the end.
 
-        Raises GradientError, and leaves the weights unchanged, if the gradient is not finite.
+        Raises GradientError if the gradient is not finite, and TrainingError, which names the
+        rollout and the turn, if a loss is not; the weights are unchanged then.
         """
         ...
 
@@ -63,8 +65,8 @@ class TrainablePolicy(Trainable, Protocol):
 
     Example:
         batch.prox_logprobs = policy.compute_logprobs(batch, temperature=1.0).logprobs
-        metrics = policy.accumulate(policy.pack(batch), batch, loss, temperature=1.0)
-        metrics |= policy.step()
+        late = policy.accumulate(policy.pack(batch), batch, loss, temperature=1.0)
+        metrics = policy.step(late)
     """
 
     @property
@@ -105,11 +107,9 @@ class TrainablePolicy(Trainable, Protocol):
         *,
         temperature: float,
         entropy_grad: bool = False,
-    ) -> Metrics:
+    ) -> LateMetrics:
         """Adds the gradients of the losses of all of the rank's micro-batches of an optimizer step.
-        Returns the sums of their contributions to the metrics.
-
-        Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
+        Returns their contributions to the metrics.
         """
         ...
 
@@ -133,12 +133,3 @@ class TrainablePolicy(Trainable, Protocol):
         Raises TrainingError for a policy without adapters.
         """
         ...
-
-
-def summed(contributions: Iterable[Metrics]) -> Metrics:
-    """The sum of each metric over micro-batches."""
-    sums: dict[str, float] = defaultdict(float)
-    for metrics in contributions:
-        for name, value in metrics.items():
-            sums[name] += value
-    return dict(sums)

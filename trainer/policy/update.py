@@ -15,10 +15,11 @@ from trainer.batch import Batch
 from trainer.errors import TrainingError
 from trainer.optimizer import GradientError
 from trainer.packing import MicroBatch
+from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.trainable import Trainable
 
-Accumulate = Callable[[Sequence[MicroBatch]], Metrics]
-"""Adds the gradients of micro-batches; returns the sums of their contributions to the metrics."""
+Accumulate = Callable[[Sequence[MicroBatch]], LateMetrics]
+"""Adds the gradients of micro-batches; returns their contributions to the metrics."""
 
 
 def train_part(model: Trainable, batch: Batch, accumulate: Accumulate, expected: int) -> Metrics:
@@ -29,13 +30,16 @@ def train_part(model: Trainable, batch: Batch, accumulate: Accumulate, expected:
     """
     micros = model.pack(batch)
     trained = sum(len(micro.targets) for micro in micros if not micro.reads_only)
-    tokens = {"trained_tokens": float(trained)}
-    metrics = model.ranks.sum_metrics(tokens | accumulate(micros))
+    metrics = {"trained_tokens": float(trained)}
+    late = accumulate(micros)
+    alone = model.ranks.size == 1
+    if not alone:
+        metrics = model.ranks.sum_metrics(metrics | late.sums())
     if metrics["trained_tokens"] != expected:
         count = f"{metrics['trained_tokens']:.0f}"
         raise TrainingError(f"{count} of the mini-batch's {expected} tokens were trained")
     try:
-        return metrics | model.step()
+        return metrics | model.step(late if alone else None)
     except GradientError as error:
         raise TrainingError(f"{_culprit(model, batch, accumulate)}: {error}") from error
 

@@ -109,8 +109,8 @@ def step(policy: TrainablePolicy, batch: Batch) -> dict[str, float]:
         return TokenLoss(losses, {"seen": seen, "loss": losses.sum()})
 
     micros = policy.pack(part)
-    sums = policy.accumulate(micros, part, loss, temperature=0.8, entropy_grad=True)
-    return ranks.sum_metrics(sums) | policy.step()
+    late = policy.accumulate(micros, part, loss, temperature=0.8, entropy_grad=True)
+    return ranks.sum_metrics(late.sums()) | policy.step()
 
 
 def computed(path: Path, case: Case, ranks: Ranks, folder: Path) -> Computed:

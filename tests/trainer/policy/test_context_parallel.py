@@ -109,8 +109,8 @@ def computed(path: Path, case: Case, ranks: Ranks) -> Computed:
         losses = weights[targets] * (logprobs * (1 + 0.01 * sums[sequence]) + 0.1 * entropy)
         return TokenLoss(losses, {"seen": torch.tensor(float(len(targets)))})
 
-    found = policy.accumulate(policy.pack(part), part, loss, temperature=0.8, entropy_grad=True)
-    seen = found["seen"]
+    late = policy.accumulate(policy.pack(part), part, loss, temperature=0.8, entropy_grad=True)
+    seen = late.sums()["seen"]
     seen = ranks.sum_metrics({"seen": seen})["seen"]
     gradients = {n: whole(p.grad) for n, p in policy.model.named_parameters() if p.requires_grad}
     policy.step()

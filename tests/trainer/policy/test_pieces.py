@@ -17,7 +17,7 @@ from trainer.batch import Batch
 from trainer.kept import Kept
 from trainer.learning.models import Models
 from trainer.learning.steps import compute_logprobs, update
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer import OptimizerConfig, Unread
 from trainer.policy.critic import Critic
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
@@ -45,9 +45,9 @@ def trained(
     found: dict[str, Tensor] = {}
     step = policy.step
 
-    def kept() -> Metrics:
+    def kept(late: Unread | None = None) -> Metrics:
         found.update(gradients(policy.model))
-        return step()
+        return step(late)
 
     policy.step = kept  # type: ignore[method-assign]
     models = Models(policy, Algorithm(AlgorithmConfig.model_validate(algorithm)))
@@ -130,8 +130,7 @@ def test_values_and_updates_of_a_critic_are_equal(checkpoint: Path) -> None:
         batch.prox_logprobs = batch.logprobs
         algorithm.compute_advantages(batch)
         loss = algorithm.value_loss(batch)
-        for micro in critic.pack(batch):
-            critic.forward_backward(micro, batch, loss)
+        critic.accumulate(critic.pack(batch), batch, loss)
         found.append((batch.values, gradients(critic.module)))
     (values, grads), (values_alone, grads_alone) = found
     torch.testing.assert_close(values, values_alone, atol=1e-5, rtol=0)

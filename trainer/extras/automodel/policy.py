@@ -26,14 +26,14 @@ from trainer.errors import TrainingError
 from trainer.extras.automodel.divided_experts import hf_tensor
 from trainer.extras.automodel.divided_model import Meshes, load_divided
 from trainer.extras.automodel.pipeline import LossOf, Pipeline
-from trainer.optimizer import OptimizerConfig, Stepper
+from trainer.optimizer import OptimizerConfig, Stepper, Unread
 from trainer.packing import MicroBatch
 from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
+from trainer.policy.late_metrics import LateMetrics, summed
 from trainer.policy.model_config import DTYPES, ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import pack_for, parts_for, raise_not_finite
 from trainer.policy.scores import Scores
-from trainer.policy.trainable import summed
 
 
 class AutomodelPolicy:
@@ -127,9 +127,9 @@ class AutomodelPolicy:
         *,
         temperature: float,
         entropy_grad: bool = False,
-    ) -> Metrics:
-        """Adds the gradients of the micro-batches' losses; returns the sums of their contributions
-        to the metrics, on every stage.
+    ) -> LateMetrics:
+        """Adds the gradients of the micro-batches' losses; returns their contributions to the
+        metrics, on every stage.
 
         Raises TrainingError, which names the rollout and the turn, if a loss is not finite.
         """
@@ -145,15 +145,15 @@ class AutomodelPolicy:
             return result.losses.sum() * self.ranks.groups
 
         self._run(micros, batch, temperature, loss_of, entropy_grad=entropy_grad)
-        metrics: Metrics = self._stages.from_last(summed(contributions))
-        return metrics
+        return LateMetrics(self._stages.from_last(summed(contributions)))
 
-    def step(self) -> Metrics:
-        """Clips the gradient, updates the weights, and clears the gradient.
+    def step(self, late: Unread | None = None) -> Metrics:
+        """Clips the gradient, updates the weights, and clears the gradient; returns also the
+        metrics of `late`.
 
         Raises GradientError, and leaves the weights unchanged, if the gradient is not finite.
         """
-        return self.stepper.step()
+        return self.stepper.step(late)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and schedule of this rank, for torch's DCP. Raises TrainingError for a
