@@ -21,7 +21,7 @@ long to import; a test compares them."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `run`, `sessions`, `replay`, `top`, and the commands of extras."""
+    """Adds `run`, `sessions`, `replay`, `top`, `doctor`, and the commands of extras."""
     _add_run(commands.add_parser("run", help="run an agent in a recorded session"))
     sessions = commands.add_parser("sessions", help="read the recorded sessions")
     actions = sessions.add_subparsers(required=True, metavar="list|show")
@@ -29,6 +29,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_show(actions.add_parser("show", help="a session's conversation, turn by turn"))
     _add_replay(commands.add_parser("replay", help="score a session again and compare"))
     _add_top(commands.add_parser("top", help="what a proxy does now: sessions, engines, rates"))
+    _add_doctor(commands.add_parser("doctor", help="what is wrong: key, store, proxy, engines"))
     for path in COMMANDS:
         load_plugin("commands", path, {})(commands)
 
@@ -55,6 +56,12 @@ def _top(arguments: argparse.Namespace) -> int:
     from proxy.commands.top import top
 
     return top(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from proxy.commands.doctor import doctor
+
+    return doctor(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -196,6 +203,17 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
         help="print it once; also the case if the output is not a terminal",
     )
     parser.set_defaults(run=_top)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "It changes nothing. The exit code is 1 if something is wrong."
+    add_store(parser)
+    add_url(parser)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="also check this checkpoint")
+    parser.add_argument(
+        "--engine", action="append", metavar="URL", help="also ask this engine; several times"
+    )
+    parser.set_defaults(run=_doctor)
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,130 @@
+"""`agentic-proxy doctor`: every fault that it names, and nothing where all is well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.cli import main
+from proxy.commands.doctor import Finding, findings
+from proxy.machine.port import free_port
+from proxy.store import open_store
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name in [name for name in os.environ if name.startswith("AGENTIC_PROXY_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AGENTIC_PROXY_PORT", str(free_port("127.0.0.1")))
+    return folder
+
+
+async def found(**given: Any) -> dict[str, list[Finding]]:
+    """The findings by what they are about."""
+    nothing = dict.fromkeys(("config", "store", "url", "model", "engine"))
+    by: dict[str, list[Finding]] = {}
+    async for each in findings(Namespace(**nothing | given)):
+        by.setdefault(each.about, []).append(each)
+    return by
+
+
+def grades(by: dict[str, list[Finding]], about: str) -> list[str]:
+    return [each.grade for each in by.get(about, [])]
+
+
+def test_nothing_is_wrong_where_nothing_is_and_nothing_is_made(
+    empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "note   store: sqlite:///agentic-proxy.db does not exist" in said
+    assert "start one with `agentic-proxy serve" in said
+    assert "\nfault" not in said
+    assert list(empty_folder.iterdir()) == []
+
+
+async def test_a_proxy_that_serves_is_well(
+    proxy: RunningProxy, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", ADMIN_KEY)
+    by = await found(url=proxy.url, model=checkpoint)
+    assert grades(by, "proxy") == ["ok"]
+    assert grades(by, "model") == ["ok"]
+    engines = [name for name in by if name.startswith("engine ")]
+    assert engines
+    assert all(grades(by, name) == ["ok"] for name in engines)
+    assert not [each for some in by.values() for each in some if each.grade == "fault"]
+
+
+async def test_a_wrong_key_and_another_server_are_named(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", "another")
+    by = await found(url=proxy.url)
+    assert grades(by, "proxy") == ["ok", "fault"]
+    assert "401" in by["proxy"][1].text or "key" in by["proxy"][1].text
+    by = await found(engine=[f"http://127.0.0.1:{free_port('127.0.0.1')}", proxy.url])
+    assert grades(by, "engine") == ["fault", "ok"]
+
+
+async def test_stores_that_cannot_be_used_are_named(empty_folder: Path) -> None:
+    (empty_folder / "agentic-proxy.db").write_text("not a database")
+    assert grades(await found(), "store") == ["fault"]
+    store = await open_store("sqlite:///good.db")
+    await store.close()
+    by = await found(store="sqlite:///good.db")
+    assert by["store"][0].text.endswith("has no session yet")
+
+
+async def test_keys_that_others_can_read_or_that_are_empty_are_named(empty_folder: Path) -> None:
+    key = empty_folder / "agentic-proxy.db.admin-key"
+    key.write_text("secret")
+    key.chmod(0o644)
+    by = await found()
+    assert by["admin key"][0].text.endswith(f"run: chmod 600 {key}")
+    key.chmod(0o600)
+    assert grades(await found(), "admin key") == ["ok"]
+    key.write_text("\n")
+    assert grades(await found(), "admin key") == ["fault"]
+
+
+@needs_git
+async def test_a_key_in_a_repository_is_named_before_it_is_committed(empty_folder: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", *words], cwd=empty_folder, check=True, capture_output=True)
+
+    git("init", "-q")
+    key = empty_folder / "agentic-proxy.db.admin-key"
+    key.write_text("secret")
+    key.chmod(0o600)
+    assert grades(await found(), "admin key") == ["ok", "note"]
+    git("add", key.name)
+    by = await found()
+    assert grades(by, "admin key") == ["ok", "fault"]
+    git("rm", "-q", "--cached", key.name)
+    (empty_folder / ".gitignore").write_text("*.admin-key\n")
+    assert grades(await found(), "admin key") == ["ok"]
+
+
+async def test_configurations_and_models_that_cannot_be_used_are_named(
+    empty_folder: Path,
+) -> None:
+    (empty_folder / "wrong.yaml").write_text("prot: 8000\n")
+    by = await found(config=Path("wrong.yaml"))
+    assert grades(by, "configuration") == ["fault"]
+    assert "store" not in by
+    (empty_folder / "model").mkdir()
+    by = await found(model=empty_folder / "model")
+    assert "has no config.json" in by["model"][0].text
