@@ -607,6 +607,11 @@ class RunVerdict:
             case Word.TOO_EARLY:
                 if self._status in ("running", None):
                     yield step("ask again later", f"agentic-train status {run}")
+                elif self._status == "done":
+                    steps = max(2 * self._number("trainer.steps", 0), ENOUGH_STEPS)
+                    yield step(
+                        "train longer", f"agentic-train resume {run} trainer.steps={steps:.0f}"
+                    )
                 else:
                     yield step("go on", f"agentic-train resume {run}")
 

@@ -105,6 +105,13 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="--out of an eval")
 
 
+def _sweep(parser: argparse.ArgumentParser) -> None:
+    _configured(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", required=True, help="new, or of an interrupted command"
+    )
+
+
 def _status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
@@ -176,6 +183,12 @@ COMMANDS = {
         "Compares evaluations; differences are paired by task.",
         _compare,
         "trainer.commands.compare",
+    ),
+    "sweep": CommandLine(
+        "Runs a configuration with several values of some keys (seed=0..4, "
+        "optimizer.lr=1e-4,5e-4), one run after another, and compares them.",
+        _sweep,
+        "trainer.commands.sweep",
     ),
     "status": CommandLine(
         "Says how a run is doing, why, and what to do next, from its folder.",

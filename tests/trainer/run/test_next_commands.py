@@ -28,6 +28,7 @@ COURSES: dict[str, tuple[Callable[[], Steps], str]] = {
     "learning": (lambda: [sampled(RNG, n / 30) for n in range(30)], "done"),
     "failing": (lambda: [[[None] * SIZE] * GROUPS], "failed"),
     "too early": (lambda: [sampled(RNG, 0.5)], "stopped"),
+    "too early, done": (lambda: [sampled(RNG, 0.5)], "done"),
 }
 
 
@@ -44,7 +45,7 @@ def test_the_commands_of_a_verdict_are_valid(word: str, checkpoint: Path, tmp_pa
     config = dict(flat_config(yaml.safe_load(text)))
     evidence = RunRecord(folder, 1.0).read()
     found = RunVerdict(folder, evidence, {"status": status}, config).json()
-    assert found["verdict"] == word
+    assert found["verdict"] == word.partition(",")[0]
     assert found["next"]
     for each in found["next"]:
         check(each["command"].replace("model.path=FOLDER", f"model.path={tmp_path}/FOLDER"))
