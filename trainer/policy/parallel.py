@@ -200,5 +200,9 @@ class Ranks:
     def _shard(self, module: nn.Module, *, compute_dtype: torch.dtype) -> None:
         assert self.mesh is not None
         low = None if compute_dtype == torch.float32 else compute_dtype
-        precision = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        # Casting the inputs of each layer would copy the layout in them, and what pieces of a tree
+        # keep, and hand on, in it; autocast casts what a product needs.
+        precision = MixedPrecisionPolicy(
+            param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         fully_shard(module, mesh=self.sharding or self.mesh, mp_policy=precision)

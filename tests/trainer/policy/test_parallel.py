@@ -105,6 +105,9 @@ def test_several_processes_train_like_one(
     for kind, (metrics, weights) in zip(kinds, results, strict=True):
         expected_metrics, expected_weights = train(checkpoint, Ranks(), kind)
         relative, absolute = (2e-2, 5e-3) if kind == "bfloat16" else (1e-5, 1e-6)
+        if kind == "bfloat16":  # rounding moves single tokens over the bound
+            clipped = [each.pop("actor/clip_fraction") for each in (metrics, expected_metrics)]
+            assert clipped[0] == pytest.approx(clipped[1], abs=0.03)
         assert metrics == pytest.approx(expected_metrics, rel=relative, abs=absolute)
         assert weights.keys() == expected_weights.keys()
         for name, weight in weights.items():
