@@ -41,7 +41,10 @@ def models_of(checkpoint: Path, ranks: Ranks, kind: str) -> Models:
     torch.manual_seed(0)
     # SGD-like: a large epsilon, as Adam would turn rounding noise in tiny gradients into steps
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-2, offload=kind == "offloaded")
-    algorithm = AlgorithmConfig.model_validate({"preset": "ppo", "mini_batches": 2})
+    settings: dict[str, Any] = {"preset": "ppo", "mini_batches": 2}
+    if kind == "bfloat16":  # no ratio near a bound, over which rounding would move single tokens
+        settings["loss"] = {"name": "ppo", "clip_low": 0.9, "clip_high": 9.0}
+    algorithm = AlgorithmConfig.model_validate(settings)
     return build_models(config, optimizer, algorithm, ranks=ranks)
 
 
@@ -105,9 +108,6 @@ def test_several_processes_train_like_one(
     for kind, (metrics, weights) in zip(kinds, results, strict=True):
         expected_metrics, expected_weights = train(checkpoint, Ranks(), kind)
         relative, absolute = (2e-2, 5e-3) if kind == "bfloat16" else (1e-5, 1e-6)
-        if kind == "bfloat16":  # rounding moves single tokens over the bound
-            clipped = [each.pop("actor/clip_fraction") for each in (metrics, expected_metrics)]
-            assert clipped[0] == pytest.approx(clipped[1], abs=0.03)
         assert metrics == pytest.approx(expected_metrics, rel=relative, abs=absolute)
         assert weights.keys() == expected_weights.keys()
         for name, weight in weights.items():
