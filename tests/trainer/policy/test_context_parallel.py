@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config
 
 from tests.trainer.policy.architectures import ARCHITECTURES
+from tests.trainer.policy.float64 import in_float64
 from tests.trainer.policy.test_policy import make_batch
 from tests.trainer.policy.test_router_replay import routed_batch
 from trainer.algorithms import AlgorithmConfig
@@ -36,10 +37,8 @@ from trainer.policy.policy import Policy
 from trainer.policy.proof import random_copy
 from trainer.policy.shrink import shrunk
 
-TOLERANCE = 1e-5
-"""Largest difference, relative to the largest element of a tensor."""
-AMPLIFIED = {"Gemma 4": 1e-4}
-"""Tolerances of architectures in which another order of sums already makes a larger difference."""
+TOLERANCE = 1e-12
+"""Largest difference, relative to the largest element of a tensor, in float64."""
 MIXTURE: dict[str, Any] = {"router_aux_loss": 0.5, "router_replay": "replay"}
 
 
@@ -134,7 +133,8 @@ def worker(
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     ranks = Ranks.of_process_group("cpu", Parallelism(context))
     for number, case in enumerate(cases):
-        result = computed(case.save(models), case, ranks)
+        with in_float64():
+            result = computed(case.save(models), case, ranks)
         if rank == 0:
             torch.save(
                 (result.logprobs, result.gradients, result.weights, result.seen),
@@ -145,20 +145,22 @@ def worker(
 
 def compare(size: int, context: int, cases: Sequence[Case], models: Path, results: Path) -> None:
     """Checks the cases on `size` ranks, of which `context` compute each micro-batch together."""
-    for case in cases:
-        case.save(models)
+    with in_float64():
+        for case in cases:
+            case.save(models)
     mp.spawn(worker, (size, context, cases, models, results), nprocs=size)
     for number, case in enumerate(cases):
         found = Computed(*torch.load(results / f"{number}.pt"))
-        expected = computed(case.save(models), case, Ranks())
-        title, tolerance = f"{case}", AMPLIFIED.get(case.title, TOLERANCE)
+        with in_float64():
+            expected = computed(case.save(models), case, Ranks())
+        title = f"{case}"
         assert found.seen == expected.seen == len(expected.logprobs), title
-        assert distance(found.logprobs, expected.logprobs) < tolerance, title
+        assert distance(found.logprobs, expected.logprobs) < TOLERANCE, title
         for name, gradient in expected.gradients.items():
-            assert distance(found.gradients[name], gradient) < tolerance, (title, name)
+            assert distance(found.gradients[name], gradient) < TOLERANCE, (title, name)
         assert found.weights.keys() == expected.weights.keys()
         for name, weight in expected.weights.items():
-            assert distance(found.weights[name], weight) < tolerance, (title, name)
+            assert distance(found.weights[name], weight) < TOLERANCE, (title, name)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
