@@ -104,7 +104,10 @@ async def _captured(
             max_context_tokens=CONTEXT_TOKENS, rendering={"renderer": writer.renderer}
         )
         for number in range(TRIALS):
-            rollout = await _trial(agent, proxy, writer, folder / str(number), number, steps)
+            # One path for all, as for agents behind the wall: prompts name it.
+            work = folder / "trial"
+            rollout = await _trial(agent, proxy, writer, work, number, steps)
+            shutil.rmtree(work)
             if rollout.status is not RolloutStatus.DONE:
                 raise RuntimeError(f"{name}, trial {number}: {rollout.status} {rollout.error}")
             trials.append(flatten(rollout.segments))
