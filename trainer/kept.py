@@ -16,7 +16,7 @@ tokens of a piece, `H` heads, `D` head size.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -38,6 +38,8 @@ class KeptTensor:
     """float32, of the same shape; None until a pass with a backward pass reads it."""
     rows: Tensor | None = None
     """`[R]` int64, the kept tokens of the piece that it is of; None: of all, in order."""
+    spilled: bool = False
+    """Whether it is in the machine's memory because there was no room beside the weights."""
 
     def buffer(self) -> Tensor | None:
         """The gradient's buffer; None in a pass without a backward pass."""
@@ -82,21 +84,47 @@ class Segment:
                 buffer += part[..., : buffer.shape[-1]].to(buffer.device)
 
 
+def _with_gradient(value: Tensor) -> int:
+    return value.nbytes + 4 * value.numel()
+
+
 @dataclass(slots=True, eq=False)
 class Kept:
     """What all pieces of a tree have kept so far."""
 
-    on_host: bool = False
-    """Whether it is in the machine's memory, and a copy on the GPU only while a layer reads it."""
+    room: int | None = None
+    """Bytes of the GPU's memory for it and its gradients; None: all. What is more is in the
+    machine's memory, and a copy on the GPU only while a layer reads it."""
     tensors: dict[int, dict[Hashable, tuple[KeptTensor, ...]]] = field(default_factory=dict)
     """Number of a piece → layer → its keys and values, or its states."""
     scores: dict[str, Tensor] = field(default_factory=dict)
     """Name → `[N]`: what the passes so far have found for each trained token of the tree."""
+    on_device: int = 0
+    """Bytes of what is beside the weights, with buffers for all of its gradients."""
+
+    def keep(
+        self, number: int, layer: Hashable, values: Sequence[Tensor], rows: Tensor | None
+    ) -> None:
+        """Keeps what a piece has of a layer, in place of what it kept of it before."""
+        layers = self.tensors.setdefault(number, {})
+        self._left(layers.pop(layer, ()))
+        layers[layer] = tuple(self._placed(each.detach(), rows) for each in values)
+
+    def _placed(self, value: Tensor, rows: Tensor | None) -> KeptTensor:
+        size = _with_gradient(value)
+        if self.room is not None and self.on_device + size > self.room:
+            return KeptTensor(value.to("cpu"), rows=rows, spilled=True)
+        self.on_device += size
+        return KeptTensor(value, rows=rows)
+
+    def _left(self, kept: Iterable[KeptTensor]) -> None:
+        self.on_device -= sum(_with_gradient(each.value) for each in kept if not each.spilled)
 
     def free(self, numbers: Sequence[int]) -> None:
         """Frees what these pieces have kept."""
         for number in numbers:
-            self.tensors.pop(number, None)
+            for each in self.tensors.pop(number, {}).values():
+                self._left(each)
 
     @property
     def size(self) -> int:
@@ -159,9 +187,7 @@ class Piece:
 
     def keep(self, layer: Hashable, *values: Tensor, rows: Tensor | None = None) -> None:
         """Keeps the tensors for later pieces."""
-        layers = self.kept.tensors.setdefault(self.number, {})
-        device = "cpu" if self.kept.on_host else None
-        layers[layer] = tuple(KeptTensor(each.detach().to(device), rows=rows) for each in values)
+        self.kept.keep(self.number, layer, values, rows)
 
     def reached(self, width: int) -> Tensor:
         """`[R]` int64: the open tokens that the window of a convolution of this width can reach

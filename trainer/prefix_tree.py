@@ -86,13 +86,13 @@ def divide(
 
 
 def lay_out(
-    batch: Batch, divided: Iterable[RowPlan], *, keeps_on_host: bool = False
+    batch: Batch, divided: Iterable[RowPlan], *, prefix_bytes: int | None = None
 ) -> list[MicroBatch]:
     """The micro-batches with these plans, in the same order, in which they must be trained.
-    `keeps_on_host`: keys and values of inner pieces are in the machine's memory."""
+    `prefix_bytes`: the most of a GPU's memory for keys and values of inner pieces; None: all."""
     rows = list(divided)
     trees = sorted({row.piece.tree for row in rows if row.piece is not None})
-    laid = {tree: _LaidTree.of(batch, rows, tree, keeps_on_host) for tree in trees}
+    laid = {tree: _LaidTree.of(batch, rows, tree, prefix_bytes) for tree in trees}
     micros = iter(lay_out_whole(batch, [row for row in rows if row.piece is None]))
     return [
         replace(next(micros), reads_only=row.reads_only)
@@ -321,7 +321,7 @@ class _LaidTree:
     kept: Kept
 
     @classmethod
-    def of(cls, batch: Batch, rows: Sequence[RowPlan], tree: int, on_host: bool) -> _LaidTree:
+    def of(cls, batch: Batch, rows: Sequence[RowPlan], tree: int, room: int | None) -> _LaidTree:
         """The tree with this number, from the rows that train it."""
         own = [
             (row.piece.start, row.piece.stop, row.units)
@@ -370,7 +370,7 @@ class _LaidTree:
             merged[by_target],
             np.concatenate(predictors)[by_target],
             experts,
-            Kept(on_host),
+            Kept(room),
         )
 
     def micro_batch(self, row: RowPlan) -> MicroBatch:

@@ -29,7 +29,7 @@ from proxy.settings.section import Section
 from trainer.assembly import TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Mirror, MirroredCheckpoint, Saved, open_mirror
 from trainer.cluster.config import ProcessesConfig
-from trainer.cluster.device_plan import fitted, gpus_here, plan_devices
+from trainer.cluster.device_plan import PLANNED, fitted, gpus_here, plan_devices
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
@@ -44,9 +44,6 @@ from trainer.run.log import RunLog, failure_of
 from trainer.run.warned_errors import errors_as_warnings
 from trainer.settings.sources import checked, dump, dump_changed
 from trainer.settings.values import Sources
-
-PLANNED = frozenset({"model.gradient_checkpointing", "model.recomputed_layers"})
-"""The key whose value `fitted` decides if it is None."""
 
 
 def check_only(sources: Sources, *, changed: bool = False) -> str:
@@ -130,8 +127,8 @@ def _begin_new(parts: Parts, *notes: str) -> int:
 
 
 def _planned(model: ModelConfig) -> frozenset[str]:
-    """The keys that the plan of GPUs decides, because they are not given."""
-    return PLANNED if model.gradient_checkpointing is None else frozenset()
+    """The keys that `fitted` decides, because they are not given."""
+    return frozenset(f"model.{key}" for key in PLANNED if getattr(model, key) is None)
 
 
 def _changed_keys(written: str, config: Section, planned: frozenset[str]) -> list[str]:

@@ -27,31 +27,29 @@ ROOT = Path(__file__).parents[2]
 RECIPES = Path("examples/recipes")
 AGENTS = sorted(path.stem for path in (ROOT / RECIPES / "agents").iterdir())
 H100 = Gpu("H100 80GB", 80 * 2**30)
-PIECES_OF_8B = "; in pieces, activations 31.7 GiB, of which the longest prefix keeps 13.5 GiB"
-PIECES_OF_4B = "; in pieces, activations 21.1 GiB, of which the longest prefix keeps 3.3 GiB"
 RANK_OF_8B = "rank 0, 68.8 GiB (weights 31.2 GiB, gradients 0.7 GiB, optimizer 1.3 GiB, activations"
 REST = "; 0.8 GiB of CUDA for each, 1.0 GiB for nobody"
 PLANS: Mapping[tuple[str, int], tuple[str, ...]] = MappingProxyType(
     {
         ("qwen3-8b", 1): (
-            f"{RANK_OF_8B} 35.7 GiB{PIECES_OF_8B}) + engine 0, 53% of the memory (weights 15.3 "
+            f"{RANK_OF_8B} 35.7 GiB) + engine 0, 53% of the memory (weights 15.3 "
             f"GiB, cache of 25.1 GiB, about 183,089 tokens){REST}",
         ),
         ("qwen3-8b", 8): (
             "rank 0, 69.9 GiB (weights 7.6 GiB, gradients 7.6 GiB, optimizer 15.3 GiB, gathered "
-            f"3.8 GiB, activations 35.7 GiB{PIECES_OF_8B}){REST}",
+            f"3.8 GiB, activations 35.7 GiB){REST}",
             "engine 0, 92% of the memory (weights 15.3 GiB, cache of 56.3 GiB, about 410,281 "
             f"tokens){REST}",
         ),
         ("qwen3.5-4b", 1): (
             "rank 0, 74.4 GiB (weights 15.7 GiB, gradients 15.7 GiB, optimizer 7.8 GiB, "
-            f"activations 35.2 GiB{PIECES_OF_4B}) + engine 0, 65% of the memory (weights "
+            f"activations 35.2 GiB) + engine 0, 65% of the memory (weights "
             "7.8 GiB, cache of 42.2 GiB, about 1,381,701 tokens; the state of a sequence takes the "
             f"place of 1,572){REST}",
         ),
         ("qwen3.5-4b", 8): (
             "rank 0, 52.9 GiB (weights 3.9 GiB, gradients 3.9 GiB, optimizer 7.8 GiB, gathered "
-            f"2.0 GiB, activations 35.2 GiB{PIECES_OF_4B}){REST}",
+            f"2.0 GiB, activations 35.2 GiB){REST}",
             "engine 0, 92% of the memory (weights 7.8 GiB, cache of 63.8 GiB, about 2,089,490 "
             f"tokens; the state of a sequence takes the place of 1,572){REST}",
         ),

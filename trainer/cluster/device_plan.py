@@ -36,7 +36,7 @@ from trainer.policy.memory import (
     rank_memory,
     recomputable,
 )
-from trainer.policy.model_config import ModelConfig, context_limit, load_settings
+from trainer.policy.model_config import context_limit, load_settings
 from trainer.ranks_config import RanksConfig
 
 C = TypeVar("C", bound=RanksConfig)
@@ -62,6 +62,10 @@ CONTEXTS_PER_TRIAL = 2
 that of a sub-agent or a judge. A larger cache is not used, and each block of it costs time: a model
 of 0.7 M weights on an H200 would have 5.9 M blocks, which take 7.6 s to make, and 0.2 s of the
 pause of each update."""
+
+
+PLANNED = ("gradient_checkpointing", "prefix_gib")
+"""The keys of `model` whose value `fitted` decides if it is None."""
 
 
 class RankTooLargeError(ConfigError):
@@ -133,10 +137,17 @@ class DevicePlan:
     """Number of ranks that compute each micro-batch together."""
     shards: int = 0
     """Number of ranks over which each of several copies of the weights is sharded; 0: one copy."""
-    checkpoints: bool = False
-    """Whether `model.gradient_checkpointing` is on, by the configuration or because it must be."""
-    recomputed: int | None = None
-    """`model.recomputed_layers`, likewise."""
+    checkpointing: bool | int = False
+    """`model.gradient_checkpointing`, of the configuration or as it must be."""
+    prefix_gib: float | None = None
+    """`model.prefix_gib`, likewise."""
+
+    @property
+    def left(self) -> int:
+        """Bytes that a rank leaves on the smallest of the ranks' GPUs."""
+        assert self.rank is not None
+        usable = min(self.gpus[number].usable for number in self.ranks)
+        return usable - CONTEXT_BYTES - self.rank.total
 
     @property
     def shared(self) -> bool:
@@ -172,11 +183,11 @@ class DevicePlan:
         part = f" (part {number + 1}/{self.context_parallel} of group {group})"
         name = f"rank {rank}{part if self.context_parallel > 1 else ''}"
         name += f" (copy {rank // self.shards} of the weights)" if self.shards else ""
-        kept = _gib(self.rank.kept_prefix)
-        if self.rank.kept_prefix:
+        longest, here = self.rank.longest_prefix, self.rank.kept_prefix
+        if longest > here:
             unknown += (
-                f"; in pieces, activations {_gib(self.rank.in_pieces)}, of which the longest "
-                f"prefix keeps {kept}"
+                f"; the longest prefix keeps {_gib(longest)}, {_gib(longest - here)} of it in the "
+                "machine's memory"
             )
         return f"{name}, {_gib(self.rank.total)} ({parts}{unknown})"
 
@@ -256,21 +267,21 @@ def plan_devices(
 
 
 def fitted(config: C, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> C:
-    """The configuration with what the plan decides, if `model.gradient_checkpointing` is None: that
-    key, and `model.recomputed_layers`, the fewest with which everything fits. Under torchrun on
-    several machines all layers are recomputed, because each machine makes a plan of its own, and
-    all ranks must compute alike.
+    """The configuration with what the plan decides where a key is None: in how many layers
+    `model.gradient_checkpointing` is on, the fewest with which everything fits, and how much of the
+    prefixes is on the GPU, `model.prefix_gib`. Under torchrun on several machines all layers are
+    recomputed, because each machine makes a plan of its own, and all ranks must compute alike.
 
     Raises:
         ConfigError: as `plan_devices`.
     """
+    if _on_several_machines(environment) and config.model.gradient_checkpointing is None:
+        config = _with(config, gradient_checkpointing=bool(gpus))
     plan = plan_devices(config, gpus, environment)
-    if config.model.gradient_checkpointing is not None:
-        return config
-    if plan is None or _on_several_machines(environment):
-        return config.model_copy(update={"model": _checkpointing(config, plan is not None)})
-    chosen = _checkpointing(config, plan.checkpoints, plan.recomputed)
-    return config.model_copy(update={"model": chosen})
+    if plan is None:
+        on = config.model.gradient_checkpointing or config.model.activation_offload
+        return _with(config, gradient_checkpointing=on)
+    return _with(config, gradient_checkpointing=plan.checkpointing, prefix_gib=plan.prefix_gib)
 
 
 def _on_several_machines(environment: Mapping[str, str]) -> bool:
@@ -279,10 +290,8 @@ def _on_several_machines(environment: Mapping[str, str]) -> bool:
     return environment.get("LOCAL_WORLD_SIZE", ranks) != ranks
 
 
-def _checkpointing(config: RanksConfig, on: bool, layers: int | None = None) -> ModelConfig:
-    on = on or config.model.activation_offload
-    given = {"gradient_checkpointing": on, "recomputed_layers": layers}
-    return config.model.model_copy(update=given)
+def _with(config: C, **model: Any) -> C:
+    return config.model_copy(update={"model": config.model.model_copy(update=model)})
 
 
 @functools.lru_cache(maxsize=4)
@@ -295,28 +304,46 @@ def _planned(
 ) -> DevicePlan:
     config = RanksConfig.model_validate_json(sections)
     servers = {key: VllmConfig.model_validate_json(each) for key, each in judges}
-    if config.model.gradient_checkpointing is not None or not local_ranks:
-        return _fitting(config, servers, gpus, visible, local_ranks)
 
-    def plan(on: bool, layers: int | None = None) -> DevicePlan:
-        chosen = config.model_copy(update={"model": _checkpointing(config, on, layers)})
+    def plan(on: bool | int | None, prefix_gib: float | None) -> DevicePlan:
+        chosen = _with(config, gradient_checkpointing=on, prefix_gib=prefix_gib)
         return _fitting(chosen, servers, gpus, visible, local_ranks)
+
+    def placing(on: bool | int | None) -> DevicePlan:
+        """The plan with as much of the prefixes on the GPU as it has room for."""
+        given = config.model.prefix_gib
+        try:
+            return plan(on, given)
+        except RankTooLargeError:
+            if given is not None or config.model.activation_offload:
+                raise
+        least = plan(on, 0)
+        if least.shared and not config.engine.sleep:
+            return least  # what a rank leaves is for the engine beside it
+        left = least.left - (ASLEEP_BYTES if least.shared else 0)
+        room = math.floor(10 * left / GIB) / 10
+        return plan(on, room) if room > 0 else least
 
     def fits(layers: int) -> bool:
         try:
-            return bool(plan(True, layers))
+            return bool(placing(layers))
         except RankTooLargeError:
             return False
 
+    given = config.model.gradient_checkpointing
+    if given is not None or not local_ranks:
+        return placing(given)
+    if config.model.activation_offload:
+        return placing(True)
     try:
-        return plan(False)
+        return placing(False)
     except RankTooLargeError:
-        whole = plan(True)
-    if config.model.activation_offload or (whole.shared and not config.engine.sleep):
+        whole = placing(True)
+    if whole.shared and not config.engine.sleep:
         return whole  # what a rank leaves is for the engine beside it
     counts = recomputable(load_settings(config.model.path))
     fewest = bisect_left(counts, True, key=fits)
-    return plan(True, counts[fewest]) if fewest < len(counts) - 1 else whole
+    return placing(counts[fewest]) if fewest < len(counts) - 1 else whole
 
 
 def _fitting(
@@ -374,8 +401,8 @@ def _fitting(
         served,
         trainer.context_parallel,
         shards,
-        bool(config.model.gradient_checkpointing),
-        config.model.recomputed_layers,
+        config.model.gradient_checkpointing or False,
+        config.model.prefix_gib,
     )
 
 
@@ -585,6 +612,8 @@ def _advice(config: RanksConfig, rank: RankMemory) -> str:
         ways.append("fla's kernels (pip install flash-linear-attention)")
     if not config.model.gradient_checkpointing:
         ways.append("model.gradient_checkpointing=true")
+    if rank.parts().get("prefixes", 0) > rank.total // 20 and config.model.prefix_bytes != 0:
+        ways.append("model.prefix_gib=0")
     if (rank.passes or 0) > rank.total // 2:
         ways.append("a smaller model.max_micro_batch_tokens or engine.max_context_tokens")
         ways.append("a larger trainer.context_parallel")

@@ -65,11 +65,14 @@ class RankMemory:
     passes: int | None
     """Activations of a forward and backward pass over the largest micro-batch; None: unknown,
     because the shapes in the model's code depend on values."""
-    kept_prefix: int = 0
+    longest_prefix: int = 0
     """Keys, values and states of a prefix as long as the longest sequence, which passes over a tree
-    in pieces hand on, and their gradients; 0 if they are in the machine's memory."""
+    in pieces hand on, and their gradients."""
+    prefix_room: int | None = None
+    """The most of it that is on the GPU, the rest in the machine's memory; None: all."""
     piece: int = 0
-    """Activations of a pass over a piece of such a tree."""
+    """Activations of a pass over a piece of such a tree, which joins the prefix to its own keys and
+    values in each layer."""
     lacks_fla: bool = False
     """Whether the activations are more because fla, whose kernels the model's linear layers use on
     a GPU, is not installed."""
@@ -82,13 +85,20 @@ class RankMemory:
     @property
     def total(self) -> int:
         """The peak of a step, or the known part of it."""
-        return self.resident + self.gradients + self.gathered + (self.passes or 0)
+        passes = max(self.passes or 0, self.in_pieces)
+        return self.resident + self.gradients + self.gathered + passes
+
+    @property
+    def kept_prefix(self) -> int:
+        """What of the longest prefix is on the GPU."""
+        room = self.prefix_room
+        return self.longest_prefix if room is None else min(room, self.longest_prefix)
 
     @property
     def in_pieces(self) -> int:
-        """The most that a pass over a piece of a tree needs in place of `passes`. Not part of the
-        total: it is for a batch whose sequences all share a prefix as long as the longest."""
-        return self.piece + self.kept_prefix
+        """The most that a pass over a piece of a tree needs in place of `passes`: for a batch whose
+        sequences all share a prefix as long as the longest. 0: no tree is computed in pieces."""
+        return self.piece + self.kept_prefix if self.longest_prefix else 0
 
     def parts(self) -> Mapping[str, int]:
         """The parts that are not 0, by name."""
@@ -98,6 +108,7 @@ class RankMemory:
             "optimizer": self.moments,
             "gathered": self.gathered,
             "activations": self.passes,
+            "prefixes": self.in_pieces - min(self.passes or 0, self.in_pieces),
         }
         return {name: size for name, size in named.items() if size is not None and size > 0}
 
@@ -133,6 +144,7 @@ def rank_memory(
     stored = trained_bytes * (trained_models * count + sum(adapters))
     frozen = frozen_models * count * compute_bytes
     gathered, shards = 0, ranks // weight_copies
+    kept = _kept_prefix(settings, model, longest)
     tokens = max(longest, model.max_micro_batch_tokens)
     widest = model.model_copy(update={"max_micro_batch_tokens": tokens})
     if ranks > 1:
@@ -145,10 +157,10 @@ def rank_memory(
         // shards,
         gathered=gathered,
         passes=_passes(settings, widest, context_parallel, gpu_bytes),
-        kept_prefix=0
-        if model.activation_offload
-        else _kept_prefix(settings, model, longest) // context_parallel,
-        piece=_passes(settings, model, context_parallel, gpu_bytes) or 0,
+        longest_prefix=kept.size // context_parallel,
+        prefix_room=model.prefix_bytes,
+        piece=(_passes(settings, model, context_parallel, gpu_bytes) or 0)
+        + kept.joined // context_parallel,
         lacks_fla=has_delta_layers(whole) and not has_fla(),
     )
 
@@ -236,7 +248,7 @@ def _passes(settings: Any, model: ModelConfig, context_parallel: int, gpu_bytes:
     head = _head_bytes(settings, model, tokens, gpu_bytes)
     given, depth = _Settings(settings), settings.num_hidden_layers
     count = min(model.recomputed_layers or depth, depth) if model.checkpoints else 0
-    whole = model.model_copy(update={"recomputed_layers": None})
+    whole = model.model_copy(update={"gradient_checkpointing": True} if count else {})
     none = whole.model_copy(update={"gradient_checkpointing": False})
     of_a_rank, kernels = SAMPLED_TOKENS * context_parallel, has_fla()
 
@@ -259,23 +271,36 @@ def _passes(settings: Any, model: ModelConfig, context_parallel: int, gpu_bytes:
     return int(max(first, kept + layer))
 
 
-def _kept_prefix(settings: Any, model: ModelConfig, tokens: int) -> int:
-    """Bytes of what is kept of a prefix of this number of tokens, and of its gradients; of linear
-    layers, a state for each micro-batch of it."""
+@dataclass(frozen=True, slots=True)
+class _KeptPrefix:
+    """Bytes of a prefix that passes over a tree in pieces hand on."""
+
+    size: int = 0
+    """Keys, values, and their gradients; of linear layers, a state for each micro-batch of it."""
+    joined: int = 0
+    """Copies of the keys and values that a pass keeps beside its own for its backward pass."""
+
+
+def _kept_prefix(settings: Any, model: ModelConfig, tokens: int) -> _KeptPrefix:
+    """Of a prefix of this number of tokens."""
     if not model.share_prefixes or not tokens:
-        return 0
+        return _KeptPrefix()
     try:
-        elements = _kept_elements(_Settings(settings))
+        elements = tokens * _kept_elements(_Settings(settings))
     except RuntimeError as error:  # all that FakeTensorMode raises
         _log.info("the prefixes of %s are not estimated: %s", settings.model_type, error)
-        return 0
+        return _KeptPrefix()
     states, kinds = 0, list(getattr(settings, "layer_types", None) or ())
     if linear := kinds.count("linear_attention"):
         size = settings.linear_num_value_heads * settings.linear_key_head_dim
         forks = tokens // model.max_micro_batch_tokens + 1
         states = 2 * 4 * linear * forks * size * settings.linear_value_head_dim
-    each = DTYPES[model.compute_dtype].itemsize + 4  # the gradients are float32
-    return int(tokens * elements * each) + states
+    each, depth = DTYPES[model.compute_dtype].itemsize, settings.num_hidden_layers
+    # What is recomputed is joined for one layer at a time.
+    again = (model.recomputed_layers or depth) if model.checkpoints else 0
+    layers = min(depth, depth - again + 1)
+    # The gradients are float32.
+    return _KeptPrefix(int(elements * (each + 4)) + states, int(elements * each * layers / depth))
 
 
 @functools.lru_cache(maxsize=8)
@@ -361,7 +386,6 @@ def _pass(
         kept = once + (depth / period - 1) * (twice - once)
     keeps = {
         "gradient_checkpointing": False,
-        "recomputed_layers": None,
         "activation_offload": False,
     }
     whole = model.model_copy(update=keeps)

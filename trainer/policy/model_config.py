@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -74,12 +74,14 @@ class ModelConfig(BaseModel):
     share_prefixes: bool = True
     """Compute each common prefix of a mini-batch's sequences once (tree attention), in several
     passes if it does not fit in one micro-batch."""
-    gradient_checkpointing: bool | None = None
+    prefix_gib: float | None = Field(None, ge=0)
+    """Most memory of a GPU for the keys, values and states of prefixes that several passes share,
+    and for their gradients, in GiB; what is more lies in the machine's memory. None: all of it,
+    or what the plan has room for."""
+    gradient_checkpointing: bool | Annotated[int, Field(ge=1)] | None = None
     """Keep only the input of each layer for the backward pass, and recompute the rest, which saves
-    memory. None: in as many layers as must so that a rank fits on its GPU, by the plan that a run
-    on one machine prints."""
-    recomputed_layers: int | None = Field(None, ge=1)
-    """With `gradient_checkpointing`: number of layers that are recomputed. None: all."""
+    memory; a number: in that many layers. None: in as many as must so that a rank fits on its
+    GPU, by the plan that a run on one machine prints."""
     compile_layers: bool = False
     """Compile the layers and the output layer, on a GPU in bfloat16, so that less is kept for the
     backward pass. float32 is always computed by the model's own code. Off until a card has shown
@@ -107,16 +109,11 @@ class ModelConfig(BaseModel):
             raise ValueError(
                 "weights_dtype=bfloat16 needs compute_dtype=bfloat16; leave compute_dtype out"
             )
-        if self.recomputed_layers is not None and not self.gradient_checkpointing:
-            raise ValueError("recomputed_layers needs gradient_checkpointing=true")
-        if self.activation_offload and self.recomputed_layers is not None:
+        recomputes = self.gradient_checkpointing
+        if self.activation_offload and recomputes is not None and recomputes is not True:
             raise ValueError(
-                "activation_offload keeps only inputs of layers; leave recomputed_layers out"
-            )
-        if self.activation_offload and self.gradient_checkpointing is False:
-            raise ValueError(
-                "activation_offload moves what gradient_checkpointing keeps; leave that key out, or"
-                " set it to true"
+                "activation_offload moves what gradient_checkpointing keeps of all layers; leave "
+                "that key out, or set it to true"
             )
         return self
 
@@ -129,6 +126,19 @@ class ModelConfig(BaseModel):
     def checkpoints(self) -> bool:
         """Whether only the inputs of layers are kept for the backward pass."""
         return bool(self.gradient_checkpointing) or self.activation_offload
+
+    @property
+    def recomputed_layers(self) -> int | None:
+        """The number of layers that are recomputed, if they are not all or none."""
+        count = self.gradient_checkpointing
+        return None if isinstance(count, bool) else count
+
+    @property
+    def prefix_bytes(self) -> int | None:
+        """`prefix_gib` in bytes; 0 with `activation_offload`."""
+        if self.activation_offload:
+            return 0
+        return None if self.prefix_gib is None else int(self.prefix_gib * 2**30)
 
     @property
     def compiles(self) -> bool:

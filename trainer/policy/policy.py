@@ -295,7 +295,7 @@ def pack_for(
     divided: Iterable[RowPlan] = batch.micro_batches
     if not batch.micro_batches or sequences is not None:
         divided = _divided(model, config, Ranks(), batch, sequences, in_pieces)
-    return lay_out(batch, divided, keeps_on_host=config.activation_offload)
+    return lay_out(batch, divided, prefix_bytes=config.prefix_bytes)
 
 
 def parts_for(

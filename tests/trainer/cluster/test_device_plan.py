@@ -109,7 +109,7 @@ def test_a_single_gpu_is_shared_by_what_each_needs(model: Path) -> None:
 
 
 def test_gradient_checkpointing_is_on_where_a_rank_does_not_fit_without_it(model: Path) -> None:
-    def decided(gib: float, **own: bool) -> bool | None:
+    def decided(gib: float, **own: bool) -> bool | int | None:
         gpus = [Gpu("made-up", int(gib * GIB))] * 2
         given = config(model, model=own, engine={"urls": ("http://127.0.0.1:1",)})
         return fitted(given, gpus).model.gradient_checkpointing
@@ -119,7 +119,7 @@ def test_gradient_checkpointing_is_on_where_a_rank_does_not_fit_without_it(model
     assert on < off - GIB / 2
     beside = (device_plan.CONTEXT_BYTES + device_plan.MARGIN_BYTES) / GIB
     between = beside + (on + off) / 2 / GIB
-    assert (decided(16), decided(between)) == (False, True)
+    assert (decided(16), decided(between)) == (False, 2)
     assert decided(16, gradient_checkpointing=True)
     with pytest.raises(ConfigError, match=r"a rank needs .*model\.gradient_checkpointing=true"):
         decided(between, gradient_checkpointing=False)
@@ -155,19 +155,52 @@ def test_memory_is_used_and_the_fewest_layers_are_recomputed(
     gpu = Gpu("made-up", gigabytes * 10**9)
 
     def needed(layers: int) -> int:
-        more = {"gradient_checkpointing": layers > 0, "recomputed_layers": layers or None}
+        more = {"gradient_checkpointing": layers or False, "prefix_gib": 0}
         chosen = given.model_copy(update={"model": given.model.model_copy(update=more)})
         rank = device_plan._rank_memory(chosen, load_settings(tmp_path), gpu.memory)
         return rank.total + device_plan.CONTEXT_BYTES
 
     model = fitted(given, [gpu]).model
-    assert model.gradient_checkpointing is recomputes
-    count = model.recomputed_layers or 0
+    count = int(model.gradient_checkpointing or 0)
     assert (count > 0) is recomputes
     assert needed(count) <= gpu.usable
     if recomputes:
         assert needed(count - 1) > gpu.usable
         assert needed(count) > 0.9 * gpu.usable
+
+
+def test_prefixes_have_the_room_that_is_left_and_the_rest_of_them_is_in_the_machines_memory(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = load_settings(model)
+    settings.max_position_embeddings = tokens = 32768
+    settings.save_pretrained(tmp_path)
+
+    def plan(gib: float, **own: float) -> DevicePlan:
+        sections = {"engine": {"urls": ("http://127.0.0.1:1",)}}
+        keys = {"gradient_checkpointing": False, "max_micro_batch_tokens": tokens, **own}
+        return planned(tmp_path, [Gpu("made-up", int(gib * GIB))], model=keys, **sections)
+
+    beside = (device_plan.CONTEXT_BYTES + device_plan.MARGIN_BYTES) / GIB
+    roomy = plan(24)
+    assert roomy.rank is not None
+    longest, total = roomy.rank.longest_prefix / GIB, roomy.rank.total / GIB
+    assert roomy.prefix_gib is None
+    assert roomy.rank.kept_prefix / GIB == longest > 0.9
+    assert sum(roomy.rank.parts().values()) == roomy.rank.total
+    assert not any("machine's memory" in line for line in roomy.describe())
+
+    tight = plan(beside + total - longest / 2)
+    assert tight.rank is not None
+    assert tight.prefix_gib is not None
+    assert longest / 2 - 0.1 <= tight.prefix_gib <= longest / 2
+    assert tight.rank.total <= tight.gpus[0].usable - device_plan.CONTEXT_BYTES
+    (line,) = tight.describe()
+    assert "of it in the machine's memory" in line
+    least = plan(beside + total - longest + 0.01)
+    assert least.prefix_gib == 0
+    with pytest.raises(ConfigError, match=r"prefixes 1\.5 GiB.*model\.prefix_gib=0"):
+        plan(beside + total - longest / 2, prefix_gib=longest)
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -180,7 +213,7 @@ def test_planned_configuration_with_offloaded_activations_is_read_again(
     assert again.model.gradient_checkpointing
     plan = plan_devices(again, gpus)
     assert plan == plan_devices(config(model, model={"activation_offload": True}), gpus)
-    assert plan is None or plan.checkpoints
+    assert plan is None or plan.checkpointing
 
 
 def test_sleeping_engines_share_also_where_there_are_more_gpus(model: Path) -> None:

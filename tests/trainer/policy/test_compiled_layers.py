@@ -175,9 +175,9 @@ def test_gradient_checkpointing_is_on_in_the_first_layers_only() -> None:
             vocab_size=64,
         )
     )
-    config = {"path": "unused", "gradient_checkpointing": True}
-    for count, expected in ((None, 4), (1, 1), (3, 3)):
-        recompute(model, ModelConfig.model_validate(config | {"recomputed_layers": count}))
+    config = {"path": "unused"}
+    for count, expected in ((True, 4), (1, 1), (3, 3)):
+        recompute(model, ModelConfig.model_validate(config | {"gradient_checkpointing": count}))
         on = [layer.gradient_checkpointing for layer in model.model.layers]
         assert on == [True] * expected + [False] * (4 - expected)
 

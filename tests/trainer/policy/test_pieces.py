@@ -14,7 +14,6 @@ from tests.trainer.policy.test_router_replay import mixture, routed_batch
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
-from trainer.kept import Kept
 from trainer.learning.models import Models
 from trainer.learning.steps import compute_logprobs, update
 from trainer.optimizer import OptimizerConfig, Unread
@@ -158,11 +157,44 @@ def test_nothing_is_kept_after_the_passes(checkpoint: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "mixture"])
+@pytest.mark.parametrize("gib", [0.0, 2e-6])
 def test_what_is_kept_on_the_host_changes_nothing(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    kind: str, gib: float, request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(kind)
     way = {"max_micro_batch_tokens": PIECES}
     expected = trained(path, make_batch(1), way, ALGORITHM)
-    monkeypatch.setattr("trainer.prefix_tree.Kept", lambda _on_host: Kept(on_host=True))
-    assert_equal(trained(path, make_batch(1), way, ALGORITHM), expected)
+    assert_equal(trained(path, make_batch(1), way | {"prefix_gib": gib}, ALGORITHM), expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_what_is_kept_beside_the_weights_stays_within_its_room(
+    checkpoint: Path, share: float
+) -> None:
+    def passes(room: int | None) -> tuple[list[int], int]:
+        """The bytes on the device after each pass, with the gradients, and how many tensors are in
+        the machine's memory."""
+        gib = None if room is None else room / 2**30
+        given = {"path": checkpoint, "max_micro_batch_tokens": PIECES, "prefix_gib": gib}
+        policy = Policy(ModelConfig.model_validate(given), OptimizerConfig(lr=1e-3))
+        batch, loss = make_batch(4), Algorithm(AlgorithmConfig(prox="reuse"))
+        loss.compute_advantages(batch)
+        micros, sizes, spilled = policy.pack(batch), [0], set()
+        for micro in micros:
+            policy.forward_backward(micro, batch, loss.loss(batch), temperature=1.0)
+            if micro.piece is not None:
+                layers = [n for each in micro.piece.kept.tensors.values() for n in each.values()]
+                tensors = [each for layer in layers for each in layer]
+                here = sum(2 * each.value.nbytes for each in tensors if not each.spilled)
+                assert micro.piece.kept.on_device == here
+                spilled |= {id(each) for each in tensors if each.spilled}
+                sizes.append(here)
+        return sizes, len(spilled)
+
+    whole, none = passes(None)
+    room = int(share * max(whole))
+    sizes, spilled = passes(room)
+    assert sizes[-1] == none == 0
+    assert max(sizes) <= room
+    assert (spilled == 0) is (share == 1)
+    assert (max(sizes) > 0) is (share > 0)
