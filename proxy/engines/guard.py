@@ -44,15 +44,21 @@ def main() -> int:
 
 
 def _start(argv: list[str], stdin_fd: int | None) -> int:
+    # Not to be lost if it is sent at once: it waits until the server has its own group and handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     guard = os.getpid()
     server = os.fork()
     if server:
+        with contextlib.suppress(OSError):  # it has done so, or has ended
+            os.setpgid(server, server)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return server
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == guard:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.dup2(os.open(os.devnull, os.O_RDONLY) if stdin_fd is None else stdin_fd, 0)
         if stdin_fd is not None:
             os.close(stdin_fd)

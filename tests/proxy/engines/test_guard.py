@@ -74,6 +74,15 @@ def test_stop_ends_the_server_and_a_child_in_another_session(
         assert all_end(pidfds)
 
 
+def test_stop_at_any_moment_of_the_start_ends_the_server_at_once() -> None:
+    """The signal must not be sent before the server has a group, or before it can end by it."""
+    argv = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), "600"]
+    for _ in range(20):
+        # A stop that is there before the server is started.
+        process = subprocess.Popen([*argv, "/bin/sleep", "600"], stdin=subprocess.DEVNULL)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
 def test_kill_9_of_the_parent_ends_all_processes() -> None:
     argv = [sys.executable, "-c", PARENT, SERVER.format(stubborn=False)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as parent:
