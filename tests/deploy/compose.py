@@ -59,8 +59,8 @@ FIELDS = frozenset(
     ]
 )
 Forward = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-START_INTERVAL_S = 5.0
-"""Docker's interval of health checks in `start_period`."""
+START_INTERVAL_S = 0.2
+"""Of health checks in `start_period`; Docker's is 5."""
 RESTART_DELAY_S = 0.1
 """Docker's first delay, which it doubles."""
 

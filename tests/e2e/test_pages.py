@@ -29,6 +29,7 @@ WHOLE = {"docs/tutorials/train.md", "docs/tutorials/own_agent.md"}
 LONG = {
     "README.md",
     "docs/adapters.md",
+    "docs/check_us.md",
     "docs/data.md",
     "docs/evaluate.md",
     "docs/harbor.md",

@@ -100,7 +100,8 @@ async def sampled_by(run: RunFolder, policy: str) -> set[int]:
     return sampled
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_run_that_is_continued_with_an_engine_that_pulls_its_adapters(
     tiny_model: Path, tmp_path: Path, dtype: str
 ) -> None:

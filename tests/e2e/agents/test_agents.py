@@ -155,7 +155,7 @@ async def test_agent_finishes_its_task_and_leaves_an_exact_record(
     assert_exact(rollout, agent, proxy)
 
 
-@pytest.mark.parametrize("name", ["claude_code", "opencode"])
+@pytest.mark.parametrize("name", ["claude_code", pytest.param("opencode", marks=pytest.mark.long)])
 async def test_first_prompts_of_two_trials_are_the_same(
     name: str, proxy: RunningProxy, tmp_path: Path
 ) -> None:

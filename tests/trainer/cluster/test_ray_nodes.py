@@ -71,6 +71,7 @@ async def lose_the_node_of_an_engine(nodes: Any) -> str:
     raise AssertionError("both engines are on the head")
 
 
+@pytest.mark.long
 def test_engine_of_a_lost_node_moves_to_another_node_or_the_run_ends(
     tiny_model: Path, tmp_path: Path, nodes: Any
 ) -> None:

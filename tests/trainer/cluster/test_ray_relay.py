@@ -43,6 +43,7 @@ def config(model: Path, **cluster: Any) -> TrainerConfig:
     return config_of(model, engine=ALONE, cluster=cluster, relay=relay)
 
 
+@pytest.mark.long
 def test_worker_runs_where_its_resource_is_and_moves_when_its_node_is_lost(
     tiny_model: Path, tmp_path: Path, nodes: Any
 ) -> None:

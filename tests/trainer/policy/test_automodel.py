@@ -219,7 +219,7 @@ def test_two_ranks_with_parts_of_matrices_layers_or_experts_equal_one(
     compare(2, CASES, models, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_that_divide_model_and_batch_equal_one(models: Path, tmp_path: Path) -> None:
     compare(4, SEVERAL, models, tmp_path)
 

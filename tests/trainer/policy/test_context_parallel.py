@@ -179,7 +179,7 @@ def test_two_ranks_of_one_micro_batch_equal_one(models: Path, tmp_path: Path) ->
     compare(2, 2, CASES, models, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_groups_of_two_ranks_equal_one(models: Path, tmp_path: Path) -> None:
     compare(4, 2, CASES[:1], models, tmp_path)
 

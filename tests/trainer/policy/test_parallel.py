@@ -93,7 +93,7 @@ def worker(
         (2, Parallelism(), tuple(KINDS)),
         (2, Parallelism(context=2), ("weights", "adapters")),
         (2, Parallelism(copies=2), ("weights", "adapters")),
-        (4, Parallelism(copies=2), ("weights", "adapters")),
+        pytest.param(4, Parallelism(copies=2), ("weights", "adapters"), marks=pytest.mark.long),
         (4, Parallelism(context=2, copies=2), ("weights", "adapters")),
     ],
     ids=str,

@@ -22,6 +22,7 @@ def unchanged() -> Iterator[None]:
 
 
 async def test_closed_terminal_stops_the_run_once_though_shell_and_kernel_both_say_so() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     control = RunControl()
     with control.signals():
         os.kill(os.getpid(), signal.SIGHUP)
