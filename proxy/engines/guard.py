@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _start(argv: list[str], stdin_fd: int | None) -> int:
-    # Not to be lost if it is sent at once: it waits until the server has its own group and handlers.
+    # A signal that is sent at once waits until the server has a group and handlers of its own.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     guard = os.getpid()
     server = os.fork()
