@@ -5,8 +5,13 @@ them. Of such a file, `remote_agent.command.env` has the variables, and `run` ha
 line of the user's own needs in addition:
 
     run: {flags: [-c, …], env: {…}}    flags are inserted after the program's name
+    run: {own: {flags: […], env: {…}, files: {NAME: text}}}
+                                       for an agent that reaches the proxy in the user's own home,
+                                       with the user's settings: all that it gets. `files` are
+                                       written into `{directory}`; null removes a variable
 
-Placeholders as in training: `{base_url}`, `{api_key}`, `{model}`, `{directory}`.
+Placeholders as in training: `{base_url}`, `{api_key}`, `{model}`, `{directory}`; also
+`{anthropic_base_url}`.
 """
 
 from __future__ import annotations
@@ -51,14 +56,32 @@ class AgentProgram:
     program: str
     """The program's file name."""
     flags: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    own: AgentProgram | None = None
+    """The same agent in the user's own home; None: it cannot be told there where the proxy is."""
+
+    def at_home(self, *, isolated: bool) -> AgentProgram:
+        """The agent in the user's own home if it can and shall, else in an empty one."""
+        return self if isolated or self.own is None else self.own
 
     def command(self, argv: Sequence[str], placeholders: Mapping[str, str]) -> list[str]:
         """The user's command with this agent's flags."""
         return [argv[0], *(_filled(flag, placeholders) for flag in self.flags), *argv[1:]]
 
-    def variables(self, placeholders: Mapping[str, str]) -> dict[str, str]:
-        return {name: _filled(value, placeholders) for name, value in self.env.items()}
+    def variables(self, placeholders: Mapping[str, str]) -> dict[str, str | None]:
+        """By name; None: the variable must not be there."""
+        return {
+            name: None if value is None else _filled(value, placeholders)
+            for name, value in self.env.items()
+        }
+
+    def write_files(self, placeholders: Mapping[str, str]) -> None:
+        """Writes its files into `{directory}`, readable by this user only."""
+        for name, text in self.files.items():
+            path = Path(placeholders["directory"], name)
+            path.touch(0o600)
+            path.write_text(_filled(text, placeholders), encoding="utf-8")
 
 
 def known_agents() -> dict[str, AgentProgram]:
@@ -112,12 +135,15 @@ def agent_environment(
     }
     own = agent.variables(placeholders(session, directory))
     inherited["PWD"] = os.getcwd()  # some agents read it instead of calling getcwd
-    return with_direct_hosts({**inherited, **session_variables(session), **own}, session.base_url)
+    given = {**inherited, **session_variables(session), **own}
+    kept = {name: value for name, value in given.items() if value is not None}
+    return with_direct_hosts(kept, session.base_url)
 
 
 def placeholders(session: SessionHandle, directory: Path) -> dict[str, str]:
     return {
         "base_url": session.base_url,
+        "anthropic_base_url": session.anthropic_base_url,
         "api_key": session.api_key,
         "model": MODEL,
         "directory": str(directory),
@@ -129,7 +155,8 @@ def _read(file: Path) -> AgentProgram:
     command, run = loaded["remote_agent"]["command"], loaded.get("run", {})
     env = {**command.get("env", {}), **run.get("env", {})}
     name, program = file.stem.replace("_", "-"), Path(command["argv"][0]).name
-    return AgentProgram(name, program, run.get("flags", ()), env)
+    own = AgentProgram(name, program, **run["own"]) if "own" in run else None
+    return AgentProgram(name, program, run.get("flags", ()), env, own=own)
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

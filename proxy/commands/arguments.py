@@ -90,6 +90,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="with --sandbox light: also hide this file or folder from the agent",
     )
     parser.add_argument(
+        "--isolated",
+        action="store_true",
+        help="an agent that would run in your own home, with your settings, memory and MCP servers,"
+        " gets an empty home",
+    )
+    parser.add_argument(
         "program",
         nargs="*",
         metavar="PROGRAM ARGUMENT",

@@ -50,12 +50,13 @@ def run(arguments: Namespace) -> int:
         with running(arguments, config, may_start=False) as client:
             print(asyncio.run(_lines(client, arguments)))
         return 0
-    agent = find_agent(argv, arguments.agent)
+    agent = find_agent(argv, arguments.agent).at_home(isolated=arguments.isolated)
     with (
         running(arguments, config, may_start=True) as client,
         swept_folder("agentic-proxy-run-") as directory,
     ):
         session = asyncio.run(_open(client, arguments, agent.name))
+        agent.write_files(placeholders(session, directory))
         try:
             code = run_agent(
                 agent.command(argv, placeholders(session, directory)),

@@ -88,10 +88,13 @@ def test_layer_loads_over_the_quickstart(path: Path, monkeypatch: pytest.MonkeyP
 def test_file_of_an_agent_is_part_of_a_configuration(path: Path) -> None:
     values: dict[str, Any] = yaml.safe_load(path.read_text())
     for_commands = values.pop("run", {})
+    own = for_commands.pop("own", None)
     config = TrainerConfig.model_validate({"model": {"path": "/models/qwen3"}, **values})
     assert values.keys() <= {"remote_agent", "proxy_server"}
     assert config.remote_agent.command is not None
-    AgentProgram(path.stem, config.remote_agent.command.argv[0], **for_commands)
+    program = config.remote_agent.command.argv[0]
+    AgentProgram(path.stem, program, **for_commands)
+    assert own is None or AgentProgram(path.stem, program, **own)
 
 
 def test_every_yaml_file_of_the_examples_is_loaded_by_a_test() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -18,39 +19,45 @@ pytestmark = [
     pytest.mark.agents,
     needs(None if (AGENTS / ".ready").exists() else f"no {AGENTS}: make agents"),
 ]
+CODEX = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+CODEX += [PROMPT]
 COMMANDS = [
     ["claude", "-p", PROMPT, "--dangerously-skip-permissions"],
     ["mini", "-y", "--exit-immediately", "-t", PROMPT],
-    pytest.param(
-        [
-            "codex",
-            "exec",
-            "--skip-git-repo-check",
-            "--dangerously-bypass-approvals-and-sandbox",
-            PROMPT,
-        ],
-        marks=pytest.mark.long,
-    ),
+    pytest.param(CODEX, marks=pytest.mark.long),
     ["opencode", "run", PROMPT],
     ["qwen", "-y", PROMPT],
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-async def test_agent_does_its_task_in_a_recorded_session(
-    command: list[str], proxy: RunningProxy, tmp_path: Path
-) -> None:
-    work = tmp_path / "work"
-    work.mkdir()
+MEMORY = "Remember that the fox is called Reineke."
+DEAD = "http://127.0.0.1:9"
+"""Where the user's own settings send an agent; nobody listens there."""
+CODEX_SETTINGS = f"""
+model = "gpt-of-the-user"
+model_provider = "mine"
+[model_providers.mine]
+name = "mine"
+base_url = "{DEAD}/v1"
+wire_api = "responses"
+"""
+
+
+async def run(proxy: RunningProxy, folder: Path, session: str, *command: str) -> str:
+    """Runs the command in `folder/work`, `folder/home` is the user's; returns what it said."""
+    work, home = folder / "work", folder / "home"
+    work.mkdir(exist_ok=True)
+    home.mkdir(exist_ok=True)
     environment = {
         **os.environ,
-        "HOME": str(tmp_path),
+        "HOME": str(home),
         "PATH": f"{AGENTS}/bin:{os.environ['PATH']}",
         "AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY,
+        "IS_SANDBOX": "1",  # for Claude Code, which is run by root
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "proxy", "run", "--url", proxy.url, "--session", "s"),
-        *("--store", f"sqlite:///{tmp_path}/proxy.db", "--", *command),
+        *(sys.executable, "-m", "proxy", "run", "--url", proxy.url, "--session", session),
+        *("--store", f"sqlite:///{folder}/proxy.db", *command),
         cwd=work,
         env=environment,
         stdin=asyncio.subprocess.DEVNULL,
@@ -60,7 +67,48 @@ async def test_agent_does_its_task_in_a_recorded_session(
     output, _ = await process.communicate()
     said = output.decode(errors="replace")[-3000:]
     assert process.returncode == 0, said
-    assert (work / "out.txt").read_text() == "hi\n", said
+    return said
+
+
+async def sent(proxy: RunningProxy, session: str) -> str:
+    """All that the agent has sent."""
+    _, turns = await proxy.control.get_turns(session)
+    assert turns
+    return json.dumps([turn.request for turn in turns], default=str)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+async def test_agent_does_its_task_in_a_recorded_session(
+    command: list[str], proxy: RunningProxy, tmp_path: Path
+) -> None:
+    said = await run(proxy, tmp_path, "s", "--", *command)
+    assert (tmp_path / "work/out.txt").read_text() == "hi\n", said
     _, turns = await proxy.control.get_turns("s")
     assert len(turns) >= 3
     assert f"session s: {len(turns)} turns" in said
+
+
+@pytest.mark.parametrize("command", [COMMANDS[0], CODEX], ids=["claude", "codex"])
+async def test_users_own_agent_has_the_users_memory_and_another_base_url_only(
+    command: list[str], proxy: RunningProxy, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    for name, memory in ((".claude", "CLAUDE.md"), (".codex", "AGENTS.md")):
+        (home / name).mkdir(parents=True)
+        (home / name / memory).write_text(MEMORY)
+    (home / ".codex/config.toml").write_text(CODEX_SETTINGS)
+    mine = {"ANTHROPIC_BASE_URL": DEAD, "ANTHROPIC_AUTH_TOKEN": "mine"}
+    (home / ".claude/settings.json").write_text(json.dumps({"env": mine, "model": "opus"}))
+    await run(proxy, tmp_path, "own", "--", *command)
+    assert MEMORY in await sent(proxy, "own")
+    await run(proxy, tmp_path, "isolated", "--isolated", "--", *command)
+    assert MEMORY not in await sent(proxy, "isolated")
+
+
+async def test_claude_code_continues_its_last_conversation(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    command = ["claude", "-p", "--dangerously-skip-permissions"]
+    await run(proxy, tmp_path, "yesterday", "--", *command, f"Words of yesterday. {PROMPT}")
+    await run(proxy, tmp_path, "today", "--", *command, "-c", PROMPT)
+    assert "Words of yesterday." in await sent(proxy, "today")
