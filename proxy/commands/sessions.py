@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -17,13 +18,19 @@ from rich.text import Text
 
 from proxy.commands.terminal import one_line, visible
 from proxy.config import ProxyConfig, load_config
+from proxy.conversation.first_words import first_words
 from proxy.conversation.messages import load_answer
 from proxy.errors import ConfigurationError
-from proxy.records import Session, SessionKind, SessionStatus, Turn
+from proxy.records import FOLDER, Session, SessionKind, SessionStatus, Turn
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter, Store
 
+COLUMNS = (
+    *("trial", "kind", "status", "turns", "forks", "sampled", "rewards", "marks"),
+    *("lasted", "folder", "asked"),
+)
+WIDEST = 100_000
 PAGE = 100
 """Sessions read from the store at a time."""
 _INDENT = "  "
@@ -31,8 +38,7 @@ _INDENT = "  "
 
 async def list_sessions(arguments: Namespace) -> int:
     """Prints one line per session."""
-    columns = ("trial", "kind", "status", "turns", "forks", "sampled", "rewards", "marks")
-    table = Table(*columns, box=None, pad_edge=False)
+    table = Table(*COLUMNS, box=None, pad_edge=False)
     async with named_store(arguments) as (store, _):
         async for session, turns in _records(store, where(arguments)):
             causes = Counter(turn.fork_cause.value for turn in turns if turn.fork_cause)
@@ -45,9 +51,13 @@ async def list_sessions(arguments: Namespace) -> int:
                 str(sum(len(turn.sampled_ids) for turn in turns)),
                 " ".join(f"{reward.key}={reward.value:g}" for reward in session.rewards),
                 " ".join(f"{mark.rule}:{mark.action}" for mark in session.marks),
+                _lasted(session, turns),
+                Path(str(session.metadata.get(FOLDER, ""))).name,
+                first_words(turns),
             )
             table.add_row(*(Text(one_line(cell)) for cell in row))
-    Console(soft_wrap=True).print(table)
+    # No column is cut, whatever the terminal's width: ids are copied.
+    Console(soft_wrap=True, width=Console(width=WIDEST).measure(table).maximum).print(table)
     return 0
 
 
@@ -76,6 +86,15 @@ async def show_session(arguments: Namespace) -> int:
     for turn in turns:
         console.print(_turn_text(turn, tokenizer, with_tokens=arguments.tokens))
     return 0
+
+
+def _lasted(session: Session, turns: list[Turn]) -> str:
+    """From its creation to its end, or to the end of its last call."""
+    ends = [turn.started_at + (turn.duration_s or 0.0) for turn in turns[-1:]]
+    end = session.completed_at or max(ends, default=session.created_at)
+    minutes, seconds = divmod(round(max(end - session.created_at, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _turn_text(turn: Turn, tokenizer: Tokenizer | None, *, with_tokens: bool) -> Text:

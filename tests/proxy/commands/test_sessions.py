@@ -52,20 +52,45 @@ async def test_list_shows_turns_forks_and_rewards(
         "sampled",
         "rewards",
         "marks",
+        "lasted",
+        "folder",
+        "asked",
     ]
     assert line.split()[:5] == ["team/run-1", "train", "open", "3", "edited:1"]
-    assert line.split()[-1] == "verifier=0.5"
+    assert line.split()[-3:] == ["verifier=0.5", "0:00", "Hi."]
     assert await run(tmp_path, "sessions", "list", "--marked", "*") == 0
     assert "team/run-1" not in capsys.readouterr().out
     store = await open_store(f"sqlite:///{tmp_path}/proxy.db")
     await store.browser.add_mark("team/run-1", Mark("odd", RuleAction.END, 1, 1.0, "\x1b[31m"))
     await store.close()
     assert await run(tmp_path, "sessions", "list", "--marked", "odd") == 0
-    assert capsys.readouterr().out.split()[-1] == "odd:end"
+    assert "odd:end" in capsys.readouterr().out.split()
     assert await run(tmp_path, "sessions", "show", "team/run-1") == 0
     assert "turn 1 matches rule odd (end): ␛[31m" in capsys.readouterr().out
     assert await run(tmp_path, "sessions", "list", "--kind", "eval") == 0
     assert "team/run-1" not in capsys.readouterr().out
+
+
+async def test_list_shows_where_it_was_and_what_the_user_asked_for(
+    proxy: RunningProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "Fix the test.\nAnd the other."
+    added = "<system-reminder>\nToday is \n<b>Monday</b>.</system-reminder>\n"
+    for name, contents in (
+        ("claude", [added + words]),
+        ("codex", ["<environment_context>\n/work\n</environment_context>", words]),
+        ("long", ["x" * 100 + "\x1b[31m"]),
+        ("tags", ["<p>1</p>"]),
+    ):
+        session = await proxy.control.create_session(name, metadata={"folder": "/home/me/shop"})
+        messages = [{"role": "user", "content": content} for content in contents]
+        await proxy.post(session, CHAT, {"messages": messages})
+    assert await run(tmp_path, "sessions", "list") == 0
+    _, claude, codex, long, tags = capsys.readouterr().out.splitlines()
+    assert claude.split()[-4:] == ["shop", "Fix", "the", "test."]
+    assert codex.split()[-4:] == ["shop", "Fix", "the", "test."]
+    assert long.split()[-1] == "x" * 59 + "…"
+    assert tags.split()[-1] == "shop"
 
 
 async def test_list_shows_names_that_look_like_markup(

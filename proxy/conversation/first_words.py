@@ -1,0 +1,25 @@
+"""What the user asked for: the first words of a session, by which a person knows it again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from proxy.conversation.recorded import load_request
+from proxy.records import Turn
+
+CHARS = 60
+_ADDED = re.compile(r"\s*<([a-z][\w-]*)>.*?</\1>\s*", re.DOTALL)
+"""What an agent puts around the user's words, such as Claude Code's `<system-reminder>` and Codex's
+`<environment_context>`."""
+
+
+def first_words(turns: Iterable[Turn]) -> str:
+    """The first line that the user wrote, at most `CHARS` characters; empty: none is recorded."""
+    for turn in turns:
+        request = load_request(turn)
+        for message in () if request is None else request.messages:
+            if message.role == "user" and (said := _ADDED.sub("\n", message.text).strip()):
+                line = " ".join(said.splitlines()[0].split())
+                return line if len(line) <= CHARS else line[: CHARS - 1] + "…"
+    return ""
