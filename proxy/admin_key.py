@@ -18,12 +18,13 @@ from pydantic import SecretStr
 from proxy.config import ListenConfig, ProxyConfig
 from proxy.errors import ConfigurationError, SessionError
 from proxy.keys import KeyFile, is_one_of, kept_key, lines
+from proxy.settings.state_folder import default_store, state_folder
 
 VARIABLE = "AGENTIC_PROXY_ADMIN_KEY"
 FILE_VARIABLE = f"{VARIABLE}_FILE"
 SUFFIX = ".admin-key"
 """Appended to the name of a SQLite file."""
-STATE_FILE = Path("agentic-proxy", "admin-key")
+STATE_FILE = "admin-key"
 """Path in the user's state folder, for stores that are not a file."""
 
 
@@ -96,20 +97,19 @@ def key_file(config: ProxyConfig) -> Path:
 
 
 def kept_files() -> list[Path]:
-    """The places on this machine where a proxy keeps its key and its store by default, whether they
-    exist or not, and the file that `FILE_VARIABLE` names: what agents must not see."""
-    store = _default_store(None)
+    """The places on this machine where a proxy keeps its keys and its store by default, whether
+    they exist or not, and the file that `FILE_VARIABLE` names: what agents must not see."""
     named = os.environ.get(FILE_VARIABLE)
     given = [Path(named).expanduser()] if named else []
-    return [store, store.with_name(store.name + SUFFIX), _state_file(), *given]
+    store = default_store()
+    names = (store.name + suffix for suffix in ("", "-wal", "-shm", SUFFIX))
+    return [*map(store.with_name, names), _state_file(), *given]
 
 
-def client_key(
-    url: str, folder: Path | None = None, environment: Mapping[str, str] = os.environ
-) -> str | None:
+def client_key(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """The admin key for the proxy at `url`: the environment's, as `VARIABLE` or in the file that
     `FILE_VARIABLE` names, or else, for a proxy on this machine, the one in the file next to the
-    default store in `folder` (default: the working folder). None if there is none of them.
+    default store. None if there is none of them.
 
     Raises:
         ConfigurationError: the file that the environment names cannot be read, or has no key.
@@ -118,7 +118,7 @@ def client_key(
         return given
     if named := environment.get(FILE_VARIABLE):
         return _first_key(Path(named))
-    path = _default_store(folder).with_name(_default_store(folder).name + SUFFIX)
+    path = default_store().with_name(default_store().name + SUFFIX)
     return next(iter(lines(path)), None) if _is_here(url) and path.is_file() else None
 
 
@@ -132,14 +132,8 @@ def _first_key(path: Path) -> str:
         ) from error
 
 
-def _default_store(folder: Path | None) -> Path:
-    default = str(ProxyConfig.model_fields["store"].default)
-    return (folder or Path.cwd()) / default.removeprefix("sqlite:///")
-
-
 def _state_file() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state, STATE_FILE)
+    return state_folder() / STATE_FILE
 
 
 def _is_here(url: str) -> bool:

@@ -42,6 +42,7 @@ from proxy.settings.profiles import AgentProfile
 from proxy.settings.reaching import ListeningAddress, PublicUrl
 from proxy.settings.recorded import RecordedConfig
 from proxy.settings.section import Common, Section
+from proxy.settings.state_folder import default_store
 from proxy.settings.yaml_file import read_yaml, yaml_fault
 
 ENVIRONMENT_PREFIX = "AGENTIC_PROXY_"
@@ -178,7 +179,7 @@ class ListenConfig(PublicUrl, ListeningAddress):
     """The file of the admin key. If it does not exist, the proxy creates it with mode 0600. Each
     line is a valid key, and a changed file is read again, so keys are replaced without a restart.
     Default: `FILE.admin-key` next to a SQLite store; for other stores `agentic-proxy/admin-key` in
-    the user's state folder (`$XDG_STATE_HOME` or `~/.local/state`)."""
+    the user's state folder."""
     metrics_key_file: Path | None = None
     """A file of keys, one per line, that are valid for `GET /metrics` only: for Prometheus. The
     admin key is valid there, too. A changed file is read again."""
@@ -214,9 +215,11 @@ class ProxyConfig(BaseSettings, ListenConfig):
     use any name."""
     engines: list[EngineConfig] = Field(default_factory=list)
     """The engines that sample. Without one, and without a relay, a vLLM is started."""
-    store: Common[str] = "sqlite:///agentic-proxy.db"
+    store: Common[str] = Field(default="", validate_default=True)
     """`sqlite:///FILE` (four slashes before an absolute path), `postgresql://…`, or a URL whose
-    scheme is the import path of your own store's opener, `package.module:name://…`."""
+    scheme is the import path of your own store's opener, `package.module:name://…`. Default:
+    `agentic-proxy/sessions.db` in the user's state folder (`$XDG_STATE_HOME` or
+    `~/.local/state`), one for all folders."""
     store_password_file: Path | None = None
     """A file with the password for the store's URL, which then contains none. The password may
     have characters that are special in a URL."""
@@ -288,6 +291,11 @@ class ProxyConfig(BaseSettings, ListenConfig):
                 " set workers to 1, or leave listen_fd out"
             )
         return self
+
+    @field_validator("store")
+    @classmethod
+    def _users_own(cls, store: str) -> str:
+        return store or f"sqlite:///{default_store()}"
 
     @property
     def model_name(self) -> str:

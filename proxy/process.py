@@ -30,6 +30,7 @@ from proxy.machine.open_files import calls_that_fit
 from proxy.machine.port import BACKLOG, http_url, unusable_port
 from proxy.serving.forwarding import own_address
 from proxy.settings.plugins import load_plugin
+from proxy.settings.state_folder import make_state_folder
 from proxy.store import open_store
 from proxy.store.protocol import Store
 
@@ -120,7 +121,7 @@ async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[Pro
     if config.model is None:
         raise ConfigurationError("model is not set; give the folder of the checkpoint to serve")
     vllm = VllmConfig(max_context_tokens=config.max_context_tokens)
-    server = VllmServer(vllm, config.model, log=Path("agentic-proxy-vllm.log"))
+    server = VllmServer(vllm, config.model, log=make_state_folder() / "vllm.log")
     _log.info("starting vLLM on %s, log in %s", config.model, server.log)
     starting = asyncio.create_task(server.start())
     stopped = asyncio.create_task(stop.wait())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.needs import skip_or_fail
 from tests.postgres_server import binaries, postgres_server
 
 TINY_CONTEXT_TOKENS = 2048
+_NUMBERS = itertools.count()
 
 # TRL sets it to ERROR when it is imported, and tests wait for lines of vLLM's log.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
@@ -51,6 +53,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_report_to_serializable() -> Iterator[Any]:
     """A test's log can hold lone surrogates, which a worker of xdist cannot send."""
     return valid_json((yield))
+
+
+@pytest.fixture(autouse=True)
+def own_state_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each test has its own user's folder, in which the proxy's default store is."""
+    folder = tmp_path_factory.getbasetemp() / f"state-{next(_NUMBERS)}"
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

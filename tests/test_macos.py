@@ -108,6 +108,7 @@ from proxy.errors import ConfigurationError
 from proxy.process import listen
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
+from proxy.settings.state_folder import default_store
 from proxy.machine.secrecy import hide_memory
 
 def refused(kind, words, call):
@@ -131,7 +132,7 @@ async def main():
         config = with_admin_key(load_config(model=model, engines=[{"url": engine.url}], port=0))
         for _ in range(2):  # the second time on the store that the first one has made
             async with listen(config) as (app, url):
-                key = config.admin_key or Path("agentic-proxy.db.admin-key").read_text().strip()
+                key = config.admin_key or Path(f"{default_store()}.admin-key").read_text().strip()
                 key = key if isinstance(key, str) else key.get_secret_value()
                 async with ProxyClient(url, key) as control, aiohttp.ClientSession() as http:
                     session = await control.create_session()

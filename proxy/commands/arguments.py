@@ -185,7 +185,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="URL",
         help="a vLLM that serves the same weights, http://HOST:PORT or http://:KEY@HOST:PORT. To"
-        ' use the one that `serve` started, type "$(cat agentic-proxy-vllm.url)"',
+        ' use the one that `serve` started, type "$(cat ~/.local/state/agentic-proxy/vllm.url)"',
     )
     parser.add_argument(
         "--tolerance",

@@ -174,9 +174,10 @@ async def _store(config: ProxyConfig) -> AsyncIterator[Finding]:
         some = "has sessions" if found else "has no session yet"
         yield Finding("ok", "store", f"{name} {some}")
     if is_file:
-        free = shutil.disk_usage(file.absolute().parent).free
+        folder = next(each for each in file.absolute().parents if each.is_dir())
+        free = shutil.disk_usage(folder).free
         if free < LITTLE_BYTES:
-            left = f"{free / 2**20:.0f} MiB are free in {file.absolute().parent}"
+            left = f"{free / 2**20:.0f} MiB are free in {folder}"
             yield Finding("fault", "disk", f"{left}; a proxy refuses calls that it cannot record")
         for each in _in_repository("store", file):
             yield each

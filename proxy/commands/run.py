@@ -36,6 +36,7 @@ from proxy.errors import ConfigurationError
 from proxy.machine.port import http_url
 from proxy.machine.swept_folder import swept_folder
 from proxy.records import FOLDER, BranchMode, Origin
+from proxy.settings.state_folder import state_folder
 
 FIND_TIMEOUT_S = 5.0
 """Seconds in which a running proxy answers /health."""
@@ -216,7 +217,7 @@ def private_files(config: ProxyConfig) -> list[Path]:
     """The proxy's files, which an agent must not read: other sessions, and the admin key."""
     key = key_file(config)
     link = key.with_name(key.name + ".link")
-    files = [key, link, Path("agentic-proxy-vllm.url").absolute()]
+    files = [key, link, state_folder() / "vllm.url"]
     scheme, _, rest = config.store.partition(":///")
     if scheme == "sqlite":
         files += [Path(rest + suffix).absolute() for suffix in ("", "-wal", "-shm")]

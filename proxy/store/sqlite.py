@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
 from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
+from proxy.settings.state_folder import make_state_folder, state_folder
 from proxy.store import quota_rows, rows, sqlite_quotas
 from proxy.store import sqlite_statements as statements
 from proxy.store.folder_lock import alone_in
@@ -42,6 +43,7 @@ from proxy.store.sqlite_file import (
     is_without_layout,
     limit_size,
     make_file,
+    make_private,
     never_wait,
 )
 from proxy.store.sqlite_group_commit import GroupWriter
@@ -58,8 +60,9 @@ async def open_sqlite(url: str, *, durability: Durability, create: bool) -> Sqli
     file = Path(rest.removeprefix("/") if separator else url)
     if not create and not file.is_file():
         raise ConfigurationError(
-            f"store: the file {file.absolute()} does not exist; run the command in the proxy's"
-            " folder, or give --store sqlite:///FILE (four slashes before an absolute path)"
+            f"store: the file {file.absolute()} does not exist; record a session first"
+            " (`agentic-proxy run`), or give --store sqlite:///FILE (four slashes before an"
+            " absolute path)"
         )
     if not create and is_without_layout(file):
         raise ConfigurationError(
@@ -92,7 +95,10 @@ class SqliteStore:
         """
         self.path = path
         try:
+            if path.parent == state_folder():
+                make_state_folder()
             with alone_in(path.parent):
+                make_private(path)
                 writing = connect(path, durability, busy_timeout_s)
                 make_file(writing)
                 create_tables(writing, path)

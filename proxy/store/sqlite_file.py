@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from proxy.store import layout
 from proxy.store.protocol import Durability
 
 CACHE_KIB = 16 * 1024  # per connection, so that the store's memory does not grow with the file
+
+
+def make_private(path: Path) -> None:
+    """Makes the file, which only this user may read, if there is none. SQLite gives the files
+    beside it the same mode."""
+    with suppress(FileExistsError):
+        path.touch(0o600, exist_ok=False)
 
 
 def connect(path: Path, durability: Durability, busy_timeout_s: float) -> sqlite3.Connection:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from proxy.client import ProxyClient
 from proxy.records import Reward
 from proxy.run_files.files import read_jsonl
+from proxy.settings.state_folder import default_store
 from tests.company_network import PrivateAuthority
 from tests.proxy.commands.test_upstream import ASKS, serving, streamed
 from tests.proxy.hosted_model import HostedModel
@@ -129,11 +130,11 @@ async def test_model_learns_from_the_recorded_text_of_a_hosted_model(
         for number in range(4):
             hosted.says = [(answer, "tool_calls")]
             await streamed(f"{url}/trial-{number}", route, body)
-        key = (tmp_path / "agentic-proxy.db.admin-key").read_text().strip()
+        key = Path(f"{default_store()}.admin-key").read_text().strip()
         async with ProxyClient(url, key) as control:
             for number in range(4):
                 await control.add_reward(f"trial-{number}", Reward("mine", 1.0))
-    config = configuration(tmp_path, tiny_model, tmp_path / "agentic-proxy.db", "taught")
+    config = configuration(tmp_path, tiny_model, default_store(), "taught")
     words = (
         "sft.kind=eval",
         "sft.epochs=4",

@@ -24,6 +24,7 @@ from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
 from proxy.http.route import Who
 from proxy.keys import kept_key
+from proxy.settings.state_folder import default_store, make_state_folder
 from proxy.testing.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
@@ -105,14 +106,14 @@ def test_build_app_refuses_a_configuration_without_an_admin_key(checkpoint: Path
         build_app(load_config(model=checkpoint))
 
 
-def test_client_reads_the_key_file_only_for_a_proxy_on_this_machine(tmp_path: Path) -> None:
-    (tmp_path / "agentic-proxy.db.admin-key").write_text("kept\n")
-    assert client_key("http://127.0.0.1:8000", tmp_path, {}) == "kept"
-    assert client_key("http://localhost:8000", tmp_path, {}) == "kept"
-    assert client_key("http://proxy.example.org", tmp_path, {}) is None
-    assert client_key("http://127.0.0.1:8000", tmp_path / "other", {}) is None
+def test_client_reads_the_key_file_only_for_a_proxy_on_this_machine() -> None:
+    assert client_key("http://127.0.0.1:8000", {}) is None
+    (make_state_folder() / "sessions.db.admin-key").write_text("kept\n")
+    assert client_key("http://127.0.0.1:8000", {}) == "kept"
+    assert client_key("http://localhost:8000", {}) == "kept"
+    assert client_key("http://proxy.example.org", {}) is None
     given = {"AGENTIC_PROXY_ADMIN_KEY": "given"}
-    assert client_key("http://proxy.example.org", tmp_path, given) == "given"
+    assert client_key("http://proxy.example.org", given) == "given"
 
 
 def test_client_reads_the_key_file_that_the_environment_names(
@@ -124,13 +125,13 @@ def test_client_reads_the_key_file_that_the_environment_names(
     monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY_FILE", str(path))
     assert path in kept_files()
     path.write_text("new\nold\n")
-    assert client_key("http://proxy.example.org", tmp_path, environment) == "new"
+    assert client_key("http://proxy.example.org", environment) == "new"
     given = environment | {"AGENTIC_PROXY_ADMIN_KEY": "given"}
-    assert client_key("http://proxy.example.org", tmp_path, given) == "given"
+    assert client_key("http://proxy.example.org", given) == "given"
     for unusable in (lambda: path.write_text("\n"), path.unlink):
         unusable()
         with pytest.raises(ConfigurationError, match=f"_FILE: {path} has no admin key"):
-            client_key("http://proxy.example.org", tmp_path, environment)
+            client_key("http://proxy.example.org", environment)
 
 
 @asynccontextmanager
@@ -146,7 +147,7 @@ async def serving(checkpoint: Path, engine: str, folder: Path, *more: str) -> As
     assert process.stdout is not None
     said = [(await process.stdout.readline()).decode() for _ in range(3)]
     try:
-        assert said[2] == f"the admin key is in {folder}/agentic-proxy.db.admin-key\n"
+        assert said[2] == f"the admin key is in {default_store()}.admin-key\n"
         yield said[0].split()[3].rstrip(",")
     finally:
         process.send_signal(signal.SIGINT)

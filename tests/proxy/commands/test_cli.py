@@ -13,6 +13,7 @@ import pytest
 from proxy.cli import main
 from proxy.commands import arguments
 from proxy.records import SessionKind, SessionStatus
+from proxy.settings.state_folder import default_store
 from tests.postgres_server import empty_database
 
 SLOW = ("aiohttp", "torch", "renderers", "pydantic", "numpy", "tokenizers", "uvloop", "websockets")
@@ -75,7 +76,8 @@ def test_command_without_a_store_is_refused_and_creates_nothing(
     monkeypatch.chdir(tmp_path)
     assert main(command) == 2
     error = capsys.readouterr().err
-    assert f"the file {tmp_path}/agentic-proxy.db does not exist" in error
+    assert f"the file {default_store()} does not exist" in error
+    assert not default_store().parent.exists()
     assert "--store sqlite:///FILE" in error
     assert list(tmp_path.iterdir()) == []
 

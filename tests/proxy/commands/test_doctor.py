@@ -14,6 +14,7 @@ import pytest
 from proxy.cli import main
 from proxy.commands.doctor import Finding, findings
 from proxy.machine.port import free_port
+from proxy.settings.state_folder import default_store, make_state_folder
 from proxy.store import open_store
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
@@ -49,7 +50,7 @@ def test_nothing_is_wrong_where_nothing_is_and_nothing_is_made(
 ) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    assert "note   store: sqlite:///agentic-proxy.db does not exist" in said
+    assert f"note   store: sqlite:///{default_store()} does not exist" in said
     assert "start one with `agentic-proxy serve" in said
     assert "\nfault" not in said
     assert list(empty_folder.iterdir()) == []
@@ -79,8 +80,9 @@ async def test_a_wrong_key_and_another_server_are_named(
     assert grades(by, "engine") == ["fault", "ok"]
 
 
-async def test_stores_that_cannot_be_used_are_named(empty_folder: Path) -> None:
-    (empty_folder / "agentic-proxy.db").write_text("not a database")
+async def test_stores_that_cannot_be_used_are_named() -> None:
+    make_state_folder()
+    default_store().write_text("not a database")
     assert grades(await found(), "store") == ["fault"]
     store = await open_store("sqlite:///good.db")
     await store.close()
@@ -88,8 +90,8 @@ async def test_stores_that_cannot_be_used_are_named(empty_folder: Path) -> None:
     assert by["store"][0].text.endswith("has no session yet")
 
 
-async def test_keys_that_others_can_read_or_that_are_empty_are_named(empty_folder: Path) -> None:
-    key = empty_folder / "agentic-proxy.db.admin-key"
+async def test_keys_that_others_can_read_or_that_are_empty_are_named() -> None:
+    key = make_state_folder() / "sessions.db.admin-key"
     key.write_text("secret")
     key.chmod(0o644)
     by = await found()
@@ -106,16 +108,17 @@ async def test_a_key_in_a_repository_is_named_before_it_is_committed(empty_folde
         subprocess.run(["git", *words], cwd=empty_folder, check=True, capture_output=True)
 
     git("init", "-q")
-    key = empty_folder / "agentic-proxy.db.admin-key"
+    key = empty_folder / "own.db.admin-key"
     key.write_text("secret")
     key.chmod(0o600)
-    assert grades(await found(), "admin key") == ["ok", "note"]
+    store = "sqlite:///own.db"
+    assert grades(await found(store=store), "admin key") == ["ok", "note"]
     git("add", key.name)
-    by = await found()
+    by = await found(store=store)
     assert grades(by, "admin key") == ["ok", "fault"]
     git("rm", "-q", "--cached", key.name)
     (empty_folder / ".gitignore").write_text("*.admin-key\n")
-    assert grades(await found(), "admin key") == ["ok"]
+    assert grades(await found(store=store), "admin key") == ["ok"]
 
 
 async def test_configurations_and_models_that_cannot_be_used_are_named(

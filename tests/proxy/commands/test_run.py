@@ -13,6 +13,7 @@ import pytest
 from proxy import wall
 from proxy.commands.agent_environment import known_agents
 from proxy.rendering.rendering import Rendering
+from proxy.settings.state_folder import default_store
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
@@ -112,7 +113,7 @@ async def test_proxy_is_started_for_a_model_and_stopped_at_the_end(
     (tmp_path / "agent.py").write_text(AGENT)
     async with ScriptedEngine(script) as engine:
         model = ("--model", str(checkpoint), "--engine", engine.url)
-        agent = ("--", sys.executable, "agent.py", "agentic-proxy.db.admin-key")
+        agent = ("--", sys.executable, "agent.py", f"{default_store()}.admin-key")
         # A closed port: nothing answers at the default address of the configuration.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "proxy", "run", *model, *agent),
@@ -124,7 +125,9 @@ async def test_proxy_is_started_for_a_model_and_stopped_at_the_end(
         out, err = await process.communicate()
     assert (process.returncode, out) == (7, b"Hello.\n"), err.decode()
     assert b": 1 turns, " in err
-    assert (tmp_path / "agentic-proxy.db").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["agent.py"]
+    assert default_store().stat().st_mode & 0o777 == 0o600
+    assert default_store().parent.stat().st_mode & 0o777 == 0o700
 
 
 async def test_without_a_program_the_lines_for_shells_are_printed(

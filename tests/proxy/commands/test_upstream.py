@@ -21,6 +21,7 @@ from proxy.config import ProxyConfig
 from proxy.errors import ConfigurationError
 from proxy.extras.engines.hosted import TEXT_ONLY, key_variable, with_upstream
 from proxy.records import Reward, SessionKind
+from proxy.settings.state_folder import default_store
 from tests.company_network import HOSTED, PrivateAuthority, company_proxy
 from tests.proxy.hosted_model import HostedModel
 
@@ -118,7 +119,7 @@ async def test_text_of_every_dialect_is_recorded_and_exported(tmp_path: Path) ->
         assert {*hosted.keys} == {"Bearer sk-mine"}
         assert {body["model"] for body in hosted.bodies} == {"big-one"}
 
-        key = (tmp_path / "agentic-proxy.db.admin-key").read_text().strip()
+        key = Path(f"{default_store()}.admin-key").read_text().strip()
         async with ProxyClient(url, key) as control:
             for name in ASKS:
                 await control.add_reward(name, Reward("mine", 1.0))
