@@ -103,6 +103,8 @@ def reader_of(name: str, tmp_path: Path) -> Reader:
         "127.0.0.1:8000": f"127.0.0.1:{port}",
         "/path/to/checkpoint": MODEL,
         "/models/qwen3": MODEL,
+        "~/.local/state": os.environ["XDG_STATE_HOME"],
+        "$HOME/.local/state": os.environ["XDG_STATE_HOME"],
     }
     return Reader(folder, environment, placeholders)
 
