@@ -23,10 +23,12 @@ long to import; a test compares them."""
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `run`, `sessions`, `replay`, `top`, `doctor`, and the commands of extras."""
     _add_run(commands.add_parser("run", help="run an agent in a recorded session"))
-    sessions = commands.add_parser("sessions", help="read the recorded sessions")
-    actions = sessions.add_subparsers(required=True, metavar="list|show")
+    sessions = commands.add_parser("sessions", help="read, rate and delete recorded sessions")
+    actions = sessions.add_subparsers(required=True, metavar="list|show|rate|delete")
     _add_list(actions.add_parser("list", help="one line per session"))
     _add_show(actions.add_parser("show", help="a session's conversation, turn by turn"))
+    _add_rate(actions.add_parser("rate", help="keep what you think of a session"))
+    _add_delete(actions.add_parser("delete", help="remove an ended session and its record"))
     _add_replay(commands.add_parser("replay", help="score a session again and compare"))
     _add_top(commands.add_parser("top", help="what a proxy does now: sessions, engines, rates"))
     _add_doctor(commands.add_parser("doctor", help="what is wrong: key, store, proxy, engines"))
@@ -44,6 +46,18 @@ def _show(arguments: argparse.Namespace) -> int:
     from proxy.commands.sessions import show_session
 
     return asyncio.run(show_session(arguments))
+
+
+def _rate(arguments: argparse.Namespace) -> int:
+    from proxy.commands.sessions import rate_session
+
+    return asyncio.run(rate_session(arguments))
+
+
+def _delete(arguments: argparse.Namespace) -> int:
+    from proxy.commands.sessions import delete_session
+
+    return asyncio.run(delete_session(arguments))
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -164,7 +178,7 @@ def _add_list(parser: argparse.ArgumentParser) -> None:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
-    parser.add_argument("trial_id", help="the session's id, as `sessions list` prints it")
+    _add_trial_id(parser)
     parser.add_argument(
         "--model",
         type=Path,
@@ -177,9 +191,27 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_show)
 
 
+def _add_rate(parser: argparse.ArgumentParser) -> None:
+    add_store(parser)
+    _add_trial_id(parser)
+    parser.add_argument("value", help="up, down, or a number: the session's reward `rating`")
+    parser.add_argument("--comment", metavar="TEXT", help="why; `sessions show` prints it")
+    parser.set_defaults(run=_rate)
+
+
+def _add_delete(parser: argparse.ArgumentParser) -> None:
+    add_store(parser)
+    _add_trial_id(parser)
+    parser.set_defaults(run=_delete)
+
+
+def _add_trial_id(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trial_id", help="the session's id, as `sessions list` prints it")
+
+
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
-    parser.add_argument("trial_id", help="the session's id, as `sessions list` prints it")
+    _add_trial_id(parser)
     parser.add_argument(
         "--engine",
         required=True,

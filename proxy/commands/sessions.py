@@ -1,10 +1,11 @@
-"""`agentic-proxy sessions list|show`: reads the record from the store.
+"""`agentic-proxy sessions list|show|rate|delete`: reads the record from the store.
 
 It needs no running proxy, but one may be running. Invariant: it never creates a store.
 """
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from proxy.config import ProxyConfig, load_config
 from proxy.conversation.first_words import first_words
 from proxy.conversation.messages import load_answer
 from proxy.errors import ConfigurationError
-from proxy.records import FOLDER, Session, SessionKind, SessionStatus, Turn
+from proxy.records import FOLDER, Reward, Session, SessionKind, SessionStatus, Turn
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter, Store
@@ -31,6 +32,9 @@ COLUMNS = (
     *("lasted", "folder", "asked"),
 )
 WIDEST = 100_000
+RATING = "rating"
+"""Key of the reward that is a person's rating, and kind of the events with its comments."""
+THUMBS = {"up": 1.0, "down": 0.0}
 PAGE = 100
 """Sessions read from the store at a time."""
 _INDENT = "  "
@@ -65,6 +69,7 @@ async def show_session(arguments: Namespace) -> int:
     """Prints a session's turns: the prompt, the answer, and the cause of each fork."""
     async with named_store(arguments) as (store, config):
         session, turns = await one_session(store, arguments.trial_id)
+        events = await store.get_events(session.session_id)
     model = arguments.model or config.model
     if arguments.tokens and model is None:
         raise ConfigurationError(
@@ -75,6 +80,9 @@ async def show_session(arguments: Namespace) -> int:
     console.print(f"{session.session_id} {session.kind} {session.status} {len(turns)} turns")
     for reward in session.rewards:
         console.print(f"reward {reward.key} = {reward.value:g} {dict(reward.parts) or ''}")
+    for event in events:
+        if event["kind"] == RATING and event["comment"]:
+            console.print(f"rated {event['value']:g}: {visible(event['comment'])}")
     for mark in session.marks:
         found = f": {one_line(mark.found)}" if mark.found else ""
         console.print(f"turn {mark.turn} matches rule {mark.rule} ({mark.action}){found}")
@@ -95,6 +103,36 @@ def _lasted(session: Session, turns: list[Turn]) -> str:
     minutes, seconds = divmod(round(max(end - session.created_at, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+async def rate_session(arguments: Namespace) -> int:
+    """Keeps a person's rating of a session, in place of an earlier one."""
+    value = THUMBS.get(arguments.value, arguments.value)
+    try:
+        rating = Reward(RATING, float(value))
+    except ValueError:
+        rating = Reward(RATING, math.nan)
+    if not math.isfinite(rating.value):
+        raise ConfigurationError(f"{arguments.value}: give up, down, or a number")
+    async with named_store(arguments) as (store, _):
+        session, _ = await one_session(store, arguments.trial_id)
+        await store.set_reward(session.session_id, rating)
+        said = {"value": rating.value, "comment": arguments.comment or ""}
+        await store.add_event(session.session_id, RATING, said)
+    return 0
+
+
+async def delete_session(arguments: Namespace) -> int:
+    """Removes a session with its turns, rewards and events."""
+    async with named_store(arguments) as (store, _):
+        session, _ = await one_session(store, arguments.trial_id)
+        if session.status is SessionStatus.OPEN:
+            raise ConfigurationError(
+                f"session {arguments.trial_id!r} is open; end its agent first, or delete it at its "
+                "proxy: DELETE /sessions/ID"
+            )
+        await store.delete_session(session.session_id)
+    return 0
 
 
 def _turn_text(turn: Turn, tokenizer: Tokenizer | None, *, with_tokens: bool) -> Text:

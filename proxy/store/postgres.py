@@ -234,6 +234,14 @@ class PostgresStore:
             *rows.reward_row(reward),
         )
 
+    async def set_reward(self, session_id: str, reward: Reward) -> None:
+        await self._changed(
+            f"INSERT INTO rewards (session_id, {rows.REWARD_COLUMNS})"
+            f" VALUES ($1, $2, $3, $4, $5, $6) {rows.REPLACES_REWARD}",
+            session_id,
+            *rows.reward_row(reward),
+        )
+
     async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int:
         sql = "INSERT INTO events (session_id, at, kind, data) VALUES ($1, $2, $3, $4)"
         event = (session_id, time.time(), kind, orjson.dumps(data))

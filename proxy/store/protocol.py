@@ -178,6 +178,10 @@ class Store(Protocol):
         """Returns False if the session already has a reward with this key, which is kept."""
         ...
 
+    async def set_reward(self, session_id: str, reward: Reward) -> None:
+        """Adds a reward, or replaces the one with its key: a person's rating, which may change."""
+        ...
+
     async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int: ...
 
     async def get_events(self, session_id: str, since: int = 0) -> list[dict[str, Any]]:

@@ -53,6 +53,10 @@ MAY_COMMIT = "answers.status <> 'cut' OR excluded.status = 'cut'"
 """A turn that another process has closed as CUT does not become DONE any more: that process has
 let the agent's retry be sampled."""
 REWARD_COLUMNS = "reward_key, value, parts, turn, branch"
+REPLACES_REWARD = (
+    "ON CONFLICT (session_id, reward_key) DO UPDATE SET value = excluded.value,"
+    " parts = excluded.parts, turn = excluded.turn, branch = excluded.branch"
+)
 OF_RULE = "? = '*' OR rule = ?"
 """The marks of the rule that both parameters name; of any rule for `*`."""
 MARK_COLUMNS = "rule, action, turn, at, found"

@@ -266,6 +266,14 @@ class SqliteStore:
             row,
         )
 
+    async def set_reward(self, session_id: str, reward: Reward) -> None:
+        row = (session_id, *rows.reward_row(reward))
+        await self._changed(
+            f"INSERT INTO rewards (session_id, {rows.REWARD_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)"
+            f" {rows.REPLACES_REWARD}",
+            row,
+        )
+
     async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int:
         row = (session_id, time.time(), kind, orjson.dumps(data))
 

@@ -93,6 +93,38 @@ async def test_list_shows_where_it_was_and_what_the_user_asked_for(
     assert tags.split()[-1] == "shop"
 
 
+async def test_ratings_are_rewards_that_the_user_may_change_and_comments_are_shown(
+    proxy: RunningProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = await proxy.control.create_session("one")
+    for words in (["up"], ["down", "--comment", "It deleted\x1b[2J the tests."], ["0.25"]):
+        assert await run(tmp_path, "sessions", "rate", "one", *words) == 0
+    await proxy.control.complete(session.trial_id)
+    assert await run(tmp_path, "sessions", "rate", "one", "-1.5") == 0
+    (reward,) = (await proxy.control.show("one"))["rewards"]
+    assert (reward["key"], reward["value"]) == ("rating", -1.5)
+    assert await run(tmp_path, "sessions", "show", "one") == 0
+    shown = capsys.readouterr().out
+    assert "reward rating = -1.5" in shown
+    assert "rated 0: It deleted␛[2J the tests." in shown
+    for wrong in ("good", "nan", "1e999"):
+        assert await run(tmp_path, "sessions", "rate", "one", wrong) == 2
+        assert f"{wrong}: give up, down, or a number" in capsys.readouterr().err
+    assert await run(tmp_path, "sessions", "rate", "none", "up") == 2
+
+
+async def test_ended_session_is_deleted_and_an_open_one_is_not(
+    proxy: RunningProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = await proxy.control.create_session("one")
+    assert await run(tmp_path, "sessions", "delete", "one") == 2
+    assert "is open; end its agent first" in capsys.readouterr().err
+    await proxy.control.complete(session.trial_id)
+    assert await run(tmp_path, "sessions", "delete", "one") == 0
+    assert await run(tmp_path, "sessions", "delete", "one") == 2
+    assert "is not in this store" in capsys.readouterr().err
+
+
 async def test_list_shows_names_that_look_like_markup(
     proxy: RunningProxy,
     session: SessionHandle,

@@ -337,6 +337,22 @@ async def test_reward_is_idempotent_by_key(store: Store) -> None:
     assert session.rewards == [first, branch]
 
 
+async def test_rating_replaces_the_one_before_and_no_other_reward(store: Store) -> None:
+    for name in ("a", "b"):
+        await store.create_session(a_session(name, key_hash=name.encode() * 32))
+        await store.add_reward(name, Reward(key="verifier", value=1.0))
+    for value in (1.0, -0.5):
+        await store.set_reward("a", Reward("rating", value, {"tone": value}, turn=3, branch=True))
+    found = {name: await store.get_session(name) for name in ("a", "b")}
+    assert found["a"] is not None
+    assert found["b"] is not None
+    assert found["a"].rewards == [
+        Reward("verifier", 1.0),
+        Reward("rating", -0.5, {"tone": -0.5}, turn=3, branch=True),
+    ]
+    assert found["b"].rewards == [Reward("verifier", 1.0)]
+
+
 async def test_deleting_a_session_removes_all_its_data(store: Store) -> None:
     await store.create_session(a_session())
     await store.begin_turn(an_intent())
