@@ -34,7 +34,9 @@ class NotingEnvironment:
 
     async def exec(self, command: str, env: dict[str, str] | None = None, **_: Any) -> ExecResult:
         self.commands.append({"command": command, "env": env or {}})
-        return ExecResult(stdout="", stderr="", return_code=0)
+        # Harbor 0.26 asks for the user to whom it gives Codex's home.
+        said = "\nCODEX_RUNTIME_ID 0 0\n" if "CODEX_RUNTIME_ID" in command else ""
+        return ExecResult(stdout=said, stderr="", return_code=0)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         self.commands.append({"command": Path(source_path).read_text(), "env": {}})
