@@ -90,7 +90,7 @@ async def test_final_message_is_valid_and_its_log_probabilities_are_those_sample
     for said in answers:
         assert not said.get("tool_calls")
         jsonschema.validate(json.loads(said["content"]), SCHEMA)
-    for turn in turns:
-        # Where the grammar leaves one token, as within a key, its probability is one.
-        assert np.isfinite(turn.logprobs).all()
-        assert (turn.logprobs > -1e-6).sum() >= 3
+    assert all(np.isfinite(turn.logprobs).all() for turn in turns)
+    # Where the grammar leaves one token, as within a key, its probability is one. How many tokens
+    # these are depends on the others, which are sampled.
+    assert sum((turn.logprobs > -1e-6).sum() for turn in turns) >= 3
