@@ -37,6 +37,7 @@ LONG = {
     "docs/low_level.md",
     "docs/own-parts.md",
     "docs/proxy.md",
+    "docs/python-api.md",
     "docs/sft.md",
     "docs/swarm.md",
     "docs/tutorials/ray.md",

@@ -93,6 +93,7 @@ def test_signal_to_torchrun_saves_and_ends_every_rank(
     assert saved_step(tmp_path) == 1
 
 
+@pytest.mark.long
 def test_the_same_command_continues_a_killed_run_of_torchrun(
     engine: str, tiny_model: Path, tmp_path: Path
 ) -> None:

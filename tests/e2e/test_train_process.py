@@ -322,7 +322,8 @@ def test_killed_vllm_is_replaced_and_kill_9_of_the_trainer_ends_everything(
         assert_all_end(watched)
 
 
-@pytest.mark.parametrize("part", [pytest.param("server", marks=pytest.mark.long), "core"])
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["server", "core"])
 def test_vllm_killed_in_its_first_update_is_replaced(
     part: str, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -173,7 +173,7 @@ def moments(way: Way, requests: int) -> Iterator[tuple[str, int]]:
     return itertools.product(kinds, range(1, requests + 1))
 
 
-@pytest.mark.parametrize("way", ["killed", "dead", "deaf"])
+@pytest.mark.parametrize("way", [pytest.param("killed", marks=pytest.mark.long), "dead", "deaf"])
 def test_engine_that_ends_at_any_moment_of_two_updates_is_replaced(
     learner: Learner, tmp_path: Path, watch: Callable[[Victim], None], way: Way
 ) -> None:

@@ -94,7 +94,9 @@ def worker(
         (2, Parallelism(context=2), ("weights", "adapters")),
         (2, Parallelism(copies=2), ("weights", "adapters")),
         pytest.param(4, Parallelism(copies=2), ("weights", "adapters"), marks=pytest.mark.long),
-        (4, Parallelism(context=2, copies=2), ("weights", "adapters")),
+        pytest.param(
+            4, Parallelism(context=2, copies=2), ("weights", "adapters"), marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )
