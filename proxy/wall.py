@@ -242,12 +242,14 @@ def join(
     for fd in (root_fd, *namespaces):
         os.close(fd)
     gate = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     agent = os.fork()
     if agent == 0:
         _die_with(gate)
         os.setpgid(0, 0)
         prepare()
         _restrict(True)
+        _let_end()
         body()
     _forward_terminations(agent)
     _close_all_but(left_over_fd)
@@ -279,11 +281,13 @@ def _init(
     os.chdir("/")  # the working folder may be covered now
     if isinstance(files, Files) and files.processes and not _bounds_namespaces():
         _bound_user(files.processes)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     agent = os.fork()
     if agent == 0:
         os.close(status_fd)
         os.setpgid(0, 0)
         _restrict(as_root)
+        _let_end()
         body()
     _forward_terminations(agent)
     _close_all_but(status_fd)
@@ -507,12 +511,24 @@ def _restrict(as_root: bool) -> None:
     _check(_libc.capset(header, struct.pack("6I", low, low, 0, high, high, 0)))
 
 
+def _let_end() -> None:
+    """In the agent's process: a termination ends it, one that waits at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
 def _forward_terminations(agent: int) -> None:
+    """A termination is blocked before the agent is started, so that one that arrives meanwhile is
+    not lost: it is for the agent's group, which is there now."""
+
     def forward(number: int, frame: Any) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(agent, number)
 
+    with contextlib.suppress(OSError):  # it has done so, or has ended
+        os.setpgid(agent, agent)
     signal.signal(signal.SIGTERM, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _end_as(status: int) -> NoReturn:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from proxy import wall
@@ -57,6 +57,8 @@ def run_agent(
         pid = os.fork()
         if pid == 0:
             _child(hide, become, walled=walled)
+        with suppress(OSError):  # it has done so, or has ended
+            os.setpgid(pid, pid)
         started(pid)
         _, status = os.waitpid(pid, 0)
     if terminal is not None:
@@ -113,7 +115,8 @@ class Started:
             self._killer.cancel()
 
     def _terminate(self, pid: int) -> None:
-        os.killpg(pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGTERM)
         if self._killer is None:
             self._killer = threading.Timer(GRACE_S, os.killpg, (pid, signal.SIGKILL))
             self._killer.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -98,6 +99,24 @@ async def test_interrupt_ends_the_agent_and_completes_the_session(
     assert b"session s: 0 turns" in err
     session, _ = await proxy.control.get_turns("s")
     assert session.status == "completed"
+
+
+WALLED = """
+import os
+from proxy.commands.foreground import run_agent
+print(run_agent(["sh", "-c", "echo up; sleep 600 & wait"], dict(os.environ), [], walled=True))
+"""
+
+
+@needs_wall
+def test_agent_that_is_ended_in_its_first_moment_needs_no_kill() -> None:
+    """The signal was lost where it came before the wall's first process could pass it on."""
+    for _ in range(20):
+        with subprocess.Popen([sys.executable, "-c", WALLED], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            process.terminate()
+            assert process.stdout.read() == b"%d\n" % -signal.SIGTERM
 
 
 @needs_wall
