@@ -162,7 +162,6 @@ class ListenConfig(PublicUrl, ListeningAddress):
     """Where the proxy listens, by which names it is called, and the key of its control plane."""
 
     port: Common[int] = Field(default=8000, ge=0, le=65535)
-    """The port to listen on; 0 for any free one."""
     listen_fd: int | None = Field(default=None, ge=0)
     """A socket that this process inherits and that is bound to `host` and `port`, so that a process
     that restarts the proxy keeps its port. Not together with several workers."""

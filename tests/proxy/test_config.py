@@ -1,4 +1,7 @@
 import ast
+import inspect
+import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,12 +66,26 @@ def test_all_invalid_keys_are_reported_together_without_secrets(tmp_path: Path) 
     assert "hunter2" not in refused.value.message
 
 
+def described(section: ast.ClassDef) -> dict[str, bool]:
+    """Whether each key has a text of its own."""
+    return {
+        ast.unparse(node.target): isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        for node, text in pairwise([*section.body, None])
+        if isinstance(node, ast.AnnAssign)
+    }
+
+
 def test_every_key_is_documented() -> None:
+    """By its own text, or by that of the section that it is taken from with another default."""
     tree = ast.parse(Path(config.__file__).read_text())
     for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         assert ast.get_docstring(section), section.name
-        for at, node in enumerate(section.body):
-            if isinstance(node, ast.AnnAssign):
-                text = section.body[at + 1] if at + 1 < len(section.body) else None
-                described = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-                assert described, f"{section.name}.{ast.unparse(node.target)} has no text"
+        taken: dict[str, bool] = {}
+        for base in getattr(config, section.name).__bases__:
+            if "__annotations__" in vars(base) and base.__module__.startswith("proxy."):
+                (source,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+                assert isinstance(source, ast.ClassDef)
+                taken |= described(source)
+        for key, has_text in described(section).items():
+            assert has_text or taken.get(key), f"{section.name}.{key} has no text"
