@@ -97,13 +97,14 @@ def key_file(config: ProxyConfig) -> Path:
 
 
 def kept_files() -> list[Path]:
-    """The places on this machine where a proxy keeps its keys and its store by default, whether
-    they exist or not, and the file that `FILE_VARIABLE` names: what agents must not see."""
+    """The places on this machine where a proxy keeps its keys, its store and the address of its
+    vLLM by default, whether they exist or not, and the file that `FILE_VARIABLE` names: what agents
+    must not see."""
     named = os.environ.get(FILE_VARIABLE)
     given = [Path(named).expanduser()] if named else []
     store = default_store()
     names = (store.name + suffix for suffix in ("", "-wal", "-shm", SUFFIX))
-    return [*map(store.with_name, names), _state_file(), *given]
+    return [*map(store.with_name, (*names, "vllm.url")), _state_file(), *given]
 
 
 def client_key(url: str, environment: Mapping[str, str] = os.environ) -> str | None:

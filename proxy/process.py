@@ -26,6 +26,7 @@ from proxy.errors import ConfigurationError, EngineError, StoreError
 from proxy.extra import open_extras
 from proxy.extra_registry import SEVERAL_PROCESSES
 from proxy.http.server import app_runner
+from proxy.machine.file_lock import free_path
 from proxy.machine.open_files import calls_that_fit
 from proxy.machine.port import BACKLOG, http_url, unusable_port
 from proxy.serving.forwarding import own_address
@@ -121,8 +122,15 @@ async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[Pro
     if config.model is None:
         raise ConfigurationError("model is not set; give the folder of the checkpoint to serve")
     vllm = VllmConfig(max_context_tokens=config.max_context_tokens)
-    server = VllmServer(vllm, config.model, log=make_state_folder() / "vllm.log")
-    _log.info("starting vLLM on %s, log in %s", config.model, server.log)
+    with free_path(make_state_folder() / "vllm.log") as log:
+        _log.info("starting vLLM on %s, log in %s", config.model, log)
+        async with _started(VllmServer(vllm, config.model, log=log), stop) as url:
+            yield config.model_copy(update={"engines": [EngineConfig(url=url)]})
+
+
+@asynccontextmanager
+async def _started(server: VllmServer, stop: asyncio.Event) -> AsyncIterator[str]:
+    """The URL of the vLLM, which is started and stopped; its end before that sets `stop`."""
     starting = asyncio.create_task(server.start())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +140,7 @@ async def _engine(config: ProxyConfig, stop: asyncio.Event) -> AsyncIterator[Pro
     await starting
     died = asyncio.create_task(_stop_when_it_dies(server, stop))
     try:
-        yield config.model_copy(update={"engines": [EngineConfig(url=server.url)]})
+        yield server.url
     finally:
         died.cancel()
         dead = not server.running

@@ -217,7 +217,7 @@ def private_files(config: ProxyConfig) -> list[Path]:
     """The proxy's files, which an agent must not read: other sessions, and the admin key."""
     key = key_file(config)
     link = key.with_name(key.name + ".link")
-    files = [key, link, state_folder() / "vllm.url"]
+    files = [key, link, *state_folder().glob("vllm*.url")]
     scheme, _, rest = config.store.partition(":///")
     if scheme == "sqlite":
         files += [Path(rest + suffix).absolute() for suffix in ("", "-wal", "-shm")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -21,3 +23,15 @@ def is_locked(path: Path) -> bool:
         return True
     finally:
         os.close(file)
+
+
+@contextmanager
+def free_path(path: Path) -> Iterator[Path]:
+    """Holds the lock of this file, or, if another process holds it, yields a path beside it with
+    this process's number in its name."""
+    with path.open("ab") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            path = path.with_stem(f"{path.stem}-{os.getpid()}")
+        yield path

@@ -106,6 +106,10 @@ def test_build_app_refuses_a_configuration_without_an_admin_key(checkpoint: Path
         build_app(load_config(model=checkpoint))
 
 
+def test_agents_do_not_see_the_address_of_the_users_vllm() -> None:
+    assert default_store().with_name("vllm.url") in kept_files()
+
+
 def test_client_reads_the_key_file_only_for_a_proxy_on_this_machine() -> None:
     assert client_key("http://127.0.0.1:8000", {}) is None
     (make_state_folder() / "sessions.db.admin-key").write_text("kept\n")
