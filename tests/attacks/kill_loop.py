@@ -29,7 +29,7 @@ import aiohttp
 import orjson
 import yaml
 
-from proxy.client import ProxyClient, SessionHandle
+from proxy.client import ProxyClient, ProxyClientError, SessionHandle
 from proxy.conversation.messages import load_answer
 from proxy.records import Turn, TurnStatus
 from tests.attacks.engine_process import POISON, POISONED
@@ -235,8 +235,14 @@ class Scene:
 
         Raises AssertionError if the request is answered, or refused for another reason.
         """
-        session = await self.control.create_session()
-        await _refused(session, f"{POISON} {self.rng.random()}")
+        text = f"{POISON} {self.rng.random()}"
+        while True:  # as any client's: of two workers, both may have been killed just before
+            try:
+                await _refused(await self.control.create_session(), text)
+            except (ProxyClientError, aiohttp.ClientError):
+                await asyncio.sleep(0.01)
+            else:
+                return
 
 
 async def _refused(session: SessionHandle, text: str) -> None:
