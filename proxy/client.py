@@ -177,6 +177,19 @@ class ProxyClient:
         answer = await self._json("POST", _session_path(trial_id, "rewards"), body)
         return bool(answer["added"])
 
+    async def curate(
+        self,
+        trial_id: str,
+        *,
+        value: float | None = None,
+        comment: str = "",
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        """Keeps what a person says of the session: the reward `rating`, which replaces an earlier
+        one, and entries of its metadata, of which an empty text removes one."""
+        body = {"value": value, "comment": comment, "tags": dict(tags or {})}
+        await self._json("POST", _session_path(trial_id, "curation"), body)
+
     async def wait_reward(self, trial_id: str, *, timeout_s: float) -> bool:
         """Waits for a reward; False after `timeout_s`, or if the session ends without one."""
         try:

@@ -31,7 +31,10 @@ TOGETHER: dict[str, dict[str, str]] = {
     "proxy/extras/relay": {
         "proxy/extras/several_processes": "weights are published once for all proxies on a store"
     },
-    "proxy/extras/view": {"proxy/extras/rules": "the page searches by the terms of rules"},
+    "proxy/extras/view": {
+        "proxy/extras/export": "the page downloads a session as `export` writes it",
+        "proxy/extras/rules": "the page searches by the terms of rules",
+    },
     "trainer/extras/mirror": {"proxy/extras/relay": "one client of file systems at URLs"},
     "trainer/extras/ray": {"trainer/extras/relay": "relay workers as actors"},
     "trainer/extras/relay": {"proxy/extras/relay": "the trainer's side of it"},

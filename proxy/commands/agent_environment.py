@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from proxy.client import SessionHandle
+from proxy.commands import notes
 from proxy.errors import ConfigurationError
 from proxy.machine.direct_hosts import with_direct_hosts
 
@@ -135,7 +136,8 @@ def agent_environment(
     }
     own = agent.variables(placeholders(session, directory))
     inherited["PWD"] = os.getcwd()  # some agents read it instead of calling getcwd
-    given = {**inherited, **session_variables(session), **own}
+    noted = {notes.VARIABLE: str(directory / notes.FILE)}
+    given = {**inherited, **session_variables(session), **noted, **own}
     kept = {name: value for name, value in given.items() if value is not None}
     return with_direct_hosts(kept, session.base_url)
 

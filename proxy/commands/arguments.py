@@ -23,11 +23,12 @@ long to import; a test compares them."""
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `run`, `sessions`, `replay`, `top`, `doctor`, and the commands of extras."""
     _add_run(commands.add_parser("run", help="run an agent in a recorded session"))
-    sessions = commands.add_parser("sessions", help="read, rate and delete recorded sessions")
-    actions = sessions.add_subparsers(required=True, metavar="list|show|rate|delete")
+    sessions = commands.add_parser("sessions", help="read, rate, tag and delete recorded sessions")
+    actions = sessions.add_subparsers(required=True, metavar="list|show|rate|tag|delete")
     _add_list(actions.add_parser("list", help="one line per session"))
     _add_show(actions.add_parser("show", help="a session's conversation, turn by turn"))
     _add_rate(actions.add_parser("rate", help="keep what you think of a session"))
+    _add_tag(actions.add_parser("tag", help="set entries of a session's metadata"))
     _add_delete(actions.add_parser("delete", help="remove an ended session and its record"))
     _add_replay(commands.add_parser("replay", help="score a session again and compare"))
     _add_top(commands.add_parser("top", help="what a proxy does now: sessions, engines, rates"))
@@ -52,6 +53,12 @@ def _rate(arguments: argparse.Namespace) -> int:
     from proxy.commands.sessions import rate_session
 
     return asyncio.run(rate_session(arguments))
+
+
+def _tag(arguments: argparse.Namespace) -> int:
+    from proxy.commands.sessions import tag_session
+
+    return asyncio.run(tag_session(arguments))
 
 
 def _delete(arguments: argparse.Namespace) -> int:
@@ -193,10 +200,19 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 def _add_rate(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
-    _add_trial_id(parser)
+    _add_trial_id(parser, or_this=True)
     parser.add_argument("value", help="up, down, or a number: the session's reward `rating`")
     parser.add_argument("--comment", metavar="TEXT", help="why; `sessions show` prints it")
     parser.set_defaults(run=_rate)
+
+
+def _add_tag(parser: argparse.ArgumentParser) -> None:
+    add_store(parser)
+    _add_trial_id(parser, or_this=True)
+    parser.add_argument(
+        "tags", nargs="+", metavar="NAME=VALUE", help="what to set; `NAME=` removes the entry"
+    )
+    parser.set_defaults(run=_tag)
 
 
 def _add_delete(parser: argparse.ArgumentParser) -> None:
@@ -205,8 +221,11 @@ def _add_delete(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_delete)
 
 
-def _add_trial_id(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trial_id", help="the session's id, as `sessions list` prints it")
+def _add_trial_id(parser: argparse.ArgumentParser, *, or_this: bool = False) -> None:
+    meaning = "the session's id, as `sessions list` prints it"
+    if or_this:
+        meaning += "; `this`: that of the agent in which the command runs"
+    parser.add_argument("trial_id", help=meaning)
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,19 @@ from proxy.commands.agent_environment import (
     session_variables,
 )
 from proxy.commands.foreground import run_agent
+from proxy.commands.notes import noted
 from proxy.commands.sessions import tags
+from proxy.commands.terminal import one_line
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
 from proxy.machine.port import http_url
 from proxy.machine.swept_folder import swept_folder
-from proxy.records import FOLDER, BranchMode, Origin
+from proxy.records import FOLDER, GIT_BRANCH, BranchMode, Origin
 from proxy.settings.state_folder import state_folder
 
 FIND_TIMEOUT_S = 5.0
 """Seconds in which a running proxy answers /health."""
+GIT_TIMEOUT_S = 5.0
 _LISTENS = re.compile(r"recording proxy on (\S+), ")
 
 
@@ -66,7 +69,8 @@ def run(arguments: Namespace) -> int:
                 walled=arguments.sandbox == "light",
             )
         finally:
-            print(asyncio.run(_closed(client, session.trial_id)), file=sys.stderr)
+            said = noted(directory)
+            print(asyncio.run(_closed(client, session.trial_id, said)), file=sys.stderr)
     return 128 - code if code < 0 else code
 
 
@@ -75,6 +79,8 @@ async def _open(
 ) -> SessionHandle:
     metadata = {**tags(arguments.tag), **({"agent": agent} if agent else {})}
     metadata[FOLDER] = os.getcwd()
+    if branch := git_branch():
+        metadata[GIT_BRANCH] = branch
     async with client:
         try:
             if (origin := origin_of(arguments)) is not None:
@@ -86,6 +92,16 @@ async def _open(
                     f"--session {arguments.session}: exists; choose another name"
                 ) from error
             raise ConfigurationError(str(error)) from error
+
+
+def git_branch() -> str:
+    """The branch that is checked out in the working folder; empty: none is, or there is no Git."""
+    command = ["git", "symbolic-ref", "--short", "--quiet", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return ""
+    return found.stdout.strip()
 
 
 def origin_of(arguments: Namespace) -> Origin | None:
@@ -106,14 +122,25 @@ def origin_of(arguments: Namespace) -> Origin | None:
     return Origin(arguments.origin, arguments.turn, mode, system=arguments.edit, answer=answer)
 
 
-async def _closed(client: ProxyClient, trial_id: str) -> str:
-    """Completes the session; returns its summary."""
+async def _closed(client: ProxyClient, trial_id: str, said: Sequence[dict[str, Any]]) -> str:
+    """Completes the session, and keeps what was said of it; returns its summary."""
     async with client:
         try:
             await client.complete(trial_id)
-            return _summary(await client.show(trial_id))
+            refused = [await _kept(client, trial_id, each) for each in said]
+            return "\n".join([*filter(None, refused), _summary(await client.show(trial_id))])
         except ProxyClientError as error:
             return f"session {trial_id}: {error}"
+
+
+async def _kept(client: ProxyClient, trial_id: str, said: dict[str, Any]) -> str:
+    """Keeps a note of the agent's session; returns why it cannot be kept, if it cannot."""
+    known = {name: said[name] for name in ("value", "comment", "tags") if name in said}
+    try:
+        await client.curate(trial_id, **known)
+    except (ProxyClientError, TypeError, ValueError) as error:
+        return f"a note of the session is not kept: {one_line(str(error))[:500]}"
+    return ""
 
 
 def _summary(session: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`agentic-proxy sessions list|show|rate|delete`: reads the record from the store.
+"""`agentic-proxy sessions list|show|rate|tag|delete`: reads the record from the store.
 
 It needs no running proxy, but one may be running. Invariant: it never creates a store.
 """
@@ -12,29 +12,29 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from proxy.commands.notes import THIS, note
 from proxy.commands.terminal import one_line, visible
 from proxy.config import ProxyConfig, load_config
 from proxy.conversation.first_words import first_words
 from proxy.conversation.messages import load_answer
-from proxy.errors import ConfigurationError
-from proxy.records import FOLDER, Reward, Session, SessionKind, SessionStatus, Turn
+from proxy.errors import ConfigurationError, SessionError
+from proxy.records import FOLDER, GIT_BRANCH, Session, SessionKind, SessionStatus, Turn
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store import open_store
+from proxy.store.curation import RATING, THUMBS, keep
 from proxy.store.protocol import SessionFilter, Store
 
 COLUMNS = (
     *("trial", "kind", "status", "turns", "forks", "sampled", "rewards", "marks"),
-    *("lasted", "folder", "asked"),
+    *("lasted", "folder", "branch", "asked"),
 )
 WIDEST = 100_000
-RATING = "rating"
-"""Key of the reward that is a person's rating, and kind of the events with its comments."""
-THUMBS = {"up": 1.0, "down": 0.0}
 PAGE = 100
 """Sessions read from the store at a time."""
 _INDENT = "  "
@@ -57,7 +57,8 @@ async def list_sessions(arguments: Namespace) -> int:
                 " ".join(f"{mark.rule}:{mark.action}" for mark in session.marks),
                 _lasted(session, turns),
                 Path(str(session.metadata.get(FOLDER, ""))).name,
-                first_words(turns),
+                str(session.metadata.get(GIT_BRANCH, "")),
+                first_words(turn.request for turn in turns),
             )
             table.add_row(*(Text(one_line(cell)) for cell in row))
     # No column is cut, whatever the terminal's width: ids are copied.
@@ -82,7 +83,8 @@ async def show_session(arguments: Namespace) -> int:
         console.print(f"reward {reward.key} = {reward.value:g} {dict(reward.parts) or ''}")
     for event in events:
         if event["kind"] == RATING and event["comment"]:
-            console.print(f"rated {event['value']:g}: {visible(event['comment'])}")
+            rated = "comment" if event["value"] is None else f"rated {event['value']:g}"
+            console.print(f"{rated}: {visible(event['comment'])}")
     for mark in session.marks:
         found = f": {one_line(mark.found)}" if mark.found else ""
         console.print(f"turn {mark.turn} matches rule {mark.rule} ({mark.action}){found}")
@@ -107,19 +109,35 @@ def _lasted(session: Session, turns: list[Turn]) -> str:
 
 async def rate_session(arguments: Namespace) -> int:
     """Keeps a person's rating of a session, in place of an earlier one."""
-    value = THUMBS.get(arguments.value, arguments.value)
+    given: str = arguments.value
     try:
-        rating = Reward(RATING, float(value))
+        value = THUMBS[given] if given in THUMBS else float(given)
     except ValueError:
-        rating = Reward(RATING, math.nan)
-    if not math.isfinite(rating.value):
-        raise ConfigurationError(f"{arguments.value}: give up, down, or a number")
-    async with named_store(arguments) as (store, _):
-        session, _ = await one_session(store, arguments.trial_id)
-        await store.set_reward(session.session_id, rating)
-        said = {"value": rating.value, "comment": arguments.comment or ""}
-        await store.add_event(session.session_id, RATING, said)
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigurationError(f"{given}: give up, down, or a number")
+    await _keep(arguments, value=value, comment=arguments.comment or "")
     return 0
+
+
+async def tag_session(arguments: Namespace) -> int:
+    """Sets entries of a session's metadata, or removes those without a value."""
+    await _keep(arguments, tags=tags(arguments.tags))
+    return 0
+
+
+async def _keep(arguments: Namespace, **said: Any) -> None:
+    """`said`: arguments of `curation.keep`. Inside an agent, they are noted for `run`, which
+    reaches the store."""
+    if arguments.trial_id == THIS:
+        note(said)
+        print("noted: it is kept when the agent ends")
+        return
+    async with named_store(arguments) as (store, _):
+        try:
+            await keep(store, arguments.trial_id, **said)
+        except (ValueError, SessionError) as error:
+            raise ConfigurationError(str(error)) from error
 
 
 async def delete_session(arguments: Namespace) -> int:

@@ -35,6 +35,7 @@ from proxy.sampling import check_pinned
 from proxy.serving.forwarding import send_to_holder, was_forwarded
 from proxy.serving.ownership import Deliveries
 from proxy.serving.sessions import Sessions
+from proxy.store import curation
 from proxy.store.protocol import SessionFilter, Store
 
 MAX_WAIT_S = 300.0
@@ -209,6 +210,22 @@ class ControlPlane:
             live = await self._sessions.get(session.session_id)
             await self._sessions.record_event(live, "reward", key=reward.key, value=reward.value)
         return json_answer({"added": added})
+
+    @route(
+        "POST",
+        _NAMED + "/curation",
+        summary="Keeps a person's rating, which may change, and tags",
+        answer=Nothing,
+        takes=schema.Curation,
+        refusals=(400, 404),
+    )
+    async def _curate(self, request: web.Request) -> web.Response:
+        said = parsed(schema.Curation, await read_body(request))
+        try:
+            await curation.keep(self._store, _trial_id(request), **dict(said))
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        return json_answer({})
 
     @route(
         "POST",

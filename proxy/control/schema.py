@@ -91,6 +91,16 @@ class SessionLimits(Schema):
     """The name of a quota that the session shares with others (`PUT /quotas/{name}`)."""
 
 
+class Curation(Schema):
+    """Body of `POST /sessions/{trial_id}/curation`: what a person says of a session."""
+
+    value: FiniteFloat | None = None
+    """The rating: the reward `rating`, in place of an earlier one."""
+    comment: str = ""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Entries of the metadata to set; an empty text removes one."""
+
+
 class BranchOf(Schema):
     """Where a branch begins: the `turn` first turns of `session` are replayed to its agent."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from proxy.conversation.recorded import load_request
-from proxy.records import Turn
+from proxy.conversation.recorded import parse_request
 
 CHARS = 60
 _ADDED = re.compile(r"\s*<([a-z][\w-]*)>.*?</\1>\s*", re.DOTALL)
@@ -14,10 +13,11 @@ _ADDED = re.compile(r"\s*<([a-z][\w-]*)>.*?</\1>\s*", re.DOTALL)
 `<environment_context>`."""
 
 
-def first_words(turns: Iterable[Turn]) -> str:
-    """The first line that the user wrote, at most `CHARS` characters; empty: none is recorded."""
-    for turn in turns:
-        request = load_request(turn)
+def first_words(requests: Iterable[bytes]) -> str:
+    """The first line that the user wrote, at most `CHARS` characters; empty: none is recorded.
+    `requests` are those of a session's turns, as they are recorded."""
+    for recorded in requests:
+        request = parse_request(recorded)
         for message in () if request is None else request.messages:
             if message.role == "user" and (said := _ADDED.sub("\n", message.text).strip()):
                 line = " ".join(said.splitlines()[0].split())

@@ -52,9 +52,14 @@ class RecordedRequest:
 
 def load_request(turn: Turn) -> RecordedRequest | None:
     """None if it was not recorded: see `load_conversation`."""
-    if not turn.request:
+    return parse_request(turn.request)
+
+
+def parse_request(recorded: bytes) -> RecordedRequest | None:
+    """See `load_request`. `recorded` is a turn's `request`."""
+    if not recorded:
         return None
-    fields = orjson.loads(turn.request)
+    fields = orjson.loads(recorded)
     if "same_as" in fields:
         return RecordedRequest([], None, [], fields["same_as"])
     messages = [load_message(each) for each in fields["messages"]]

@@ -54,6 +54,8 @@ def logprobs_of(values: Sequence[float]) -> Logprobs:
 
 FOLDER = "folder"
 """The entry of a session's metadata that names the folder in which its agent works."""
+GIT_BRANCH = "git_branch"
+"""The entry that names the branch of the repository that the folder is in."""
 
 
 class SessionKind(StrEnum):

@@ -196,6 +196,15 @@ class Browser(Protocol):
         """Those of the turns that exist, in order. A turn that a dead proxy left is OPEN."""
         ...
 
+    async def requests(self, session_id: str, first: int, until: int) -> list[bytes]:
+        """What turns with an index of at least `first` and below `until` have recorded of their
+        requests, in order, as `Turn.request`."""
+        ...
+
+    async def last_events(self, session_ids: Sequence[str], kind: str) -> dict[str, dict[str, Any]]:
+        """The data of the last event of this kind of those of the sessions that have one."""
+        ...
+
     async def forks(self, cause: ForkCause, before: float, limit: int) -> list[TurnHead]:
         """Forks that began before the Unix time `before`, the newest first."""
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import astuple
 from typing import Any
@@ -240,6 +240,16 @@ class PostgresStore:
             f" VALUES ($1, $2, $3, $4, $5, $6) {rows.REPLACES_REWARD}",
             session_id,
             *rows.reward_row(reward),
+        )
+
+    async def replace_metadata(
+        self, session_id: str, before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> bool:
+        return await self._changed(
+            "UPDATE sessions SET metadata = $1 WHERE session_id = $2 AND metadata = $3",
+            rows.json_object(after),
+            session_id,
+            rows.json_object(before),
         )
 
     async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int:

@@ -6,7 +6,7 @@ Invariant: `begin_turn` returns once the intent is durable, and sampling starts 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -180,6 +180,12 @@ class Store(Protocol):
 
     async def set_reward(self, session_id: str, reward: Reward) -> None:
         """Adds a reward, or replaces the one with its key: a person's rating, which may change."""
+        ...
+
+    async def replace_metadata(
+        self, session_id: str, before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> bool:
+        """Returns False, and changes nothing, if the session's metadata are not `before`."""
         ...
 
     async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int: ...

@@ -113,10 +113,10 @@ def session_row(s: Session) -> tuple[Any, ...]:
         s.created_at,
         s.expires_at,
         s.completed_at,
-        _json(s.sampling),
+        json_object(s.sampling),
         s.profile,
-        _json(s.limits),
-        _json(s.metadata),
+        json_object(s.limits),
+        json_object(s.metadata),
         *_origin_row(s.origin),
     )
 
@@ -165,7 +165,7 @@ def intent_row(t: Turn) -> tuple[Any, ...]:
         t.fork_cause.value if t.fork_cause else None,
         _ids(t.prompt_ids),
         t.request_key,
-        _json(t.sampling),
+        json_object(t.sampling),
         t.dialect,
         t.agent_id,
         t.started_at,
@@ -258,7 +258,7 @@ def read_in_session(turn: Turn, *, trained: bool) -> Turn:
 
 def reward_row(r: Reward) -> tuple[Any, ...]:
     """Values of `REWARD_COLUMNS`."""
-    return (r.key, r.value, _json(r.parts), r.turn, int(r.branch))
+    return (r.key, r.value, json_object(r.parts), r.turn, int(r.branch))
 
 
 def reward_from_row(row: Sequence[Any]) -> Reward:
@@ -294,7 +294,7 @@ def undelivered(
     return Undelivered(frozenset(lost), frozenset(pending), frozenset(replayed))
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
+def json_object(value: Mapping[str, Any]) -> bytes:
     return orjson.dumps(value) if value else b"{}"
 
 

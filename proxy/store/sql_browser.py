@@ -133,6 +133,25 @@ class SqlBrowser:
                 found.append(rows.read_in_session(turn, trained=bool(row[-1])))
         return sorted(found, key=lambda turn: turn.index)
 
+    async def requests(self, session_id: str, first: int, until: int) -> list[bytes]:
+        sql = (
+            f"{rows.lineage('?', least=self.LEAST)} SELECT t.request FROM {_IN_SESSION}"
+            " WHERE t.idx >= ? AND t.idx < ? ORDER BY t.idx"
+        )
+        found = await self._fetch(sql, session_id, first, until)
+        return [bytes(request or b"") for (request,) in found]
+
+    async def last_events(self, session_ids: Sequence[str], kind: str) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        if session_ids:
+            sql = (
+                "SELECT session_id, data FROM events WHERE kind = ?"
+                f" AND session_id IN ({_marks(session_ids)}) ORDER BY seq"
+            )
+            for session_id, data in await self._fetch(sql, kind, *session_ids):
+                found[session_id] = orjson.loads(data)
+        return found
+
     async def forks(self, cause: ForkCause, before: float, limit: int) -> list[TurnHead]:
         sql = (
             f"SELECT {_HEAD_COLUMNS} FROM {_JOINED} WHERE t.fork_cause = ? AND t.started_at < ?"

@@ -13,7 +13,7 @@ import errno
 import os
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
@@ -272,6 +272,14 @@ class SqliteStore:
             f"INSERT INTO rewards (session_id, {rows.REWARD_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)"
             f" {rows.REPLACES_REWARD}",
             row,
+        )
+
+    async def replace_metadata(
+        self, session_id: str, before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> bool:
+        row = (rows.json_object(after), session_id, rows.json_object(before))
+        return await self._changed(
+            "UPDATE sessions SET metadata = ? WHERE session_id = ? AND metadata = ?", row
         )
 
     async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int:

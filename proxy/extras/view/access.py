@@ -34,8 +34,9 @@ LINK_S = 600.0
 LINK_SUFFIX = ".link"
 """Of the file beside the proxy's key file that holds the link where it is not printed."""
 COOKIE_S = 7 * 24 * 3600.0
-LINK_NAME, ADMIN_NAME = "link", "admin"
-"""Names of the cookies that come from a link and from the admin key."""
+LINK_NAME, EDIT_NAME, ADMIN_NAME = "link", "view --edit", "admin"
+"""Names of the cookies that come from a link, from one that may edit (no key can have this name),
+and from the admin key."""
 COOKIE_PATH = "/view"
 _NAME = re.compile(r"[\w.@+-]{1,80}")
 _SECRET_BYTES = 32
@@ -72,9 +73,9 @@ class Access:
         return await self._reader(request) is not None
 
     async def may_save(self, request: web.Request) -> bool:
-        """Whether it is the administrator's, by the admin key. A link only reads: it is printed,
-        and what is printed is often kept."""
-        return await self._reader(request) == ADMIN_NAME
+        """Whether it is the administrator's, by the admin key, or of somebody who asked for it with
+        `view --edit`. Another link only reads: it is printed, and what is printed is often kept."""
+        return await self._reader(request) in (ADMIN_NAME, EDIT_NAME)
 
     async def _reader(self, request: web.Request) -> str | None:
         """The name of the grant by which the request may read; None: it may not."""
@@ -122,9 +123,9 @@ class Access:
         return None if found is None or found.kind is not kind or _is_over(found) else found
 
 
-async def new_link(browser: Browser) -> str:
-    """The secret of a link that opens the page once."""
-    return await _grant(browser, GrantKind.LINK, LINK_NAME, LINK_S)
+async def new_link(browser: Browser, *, edits: bool = False) -> str:
+    """The secret of a link that opens the page once; with `edits`, to change sessions as well."""
+    return await _grant(browser, GrantKind.LINK, EDIT_NAME if edits else LINK_NAME, LINK_S)
 
 
 def said_link(url: str, secret: str, file: Path) -> str:

@@ -37,6 +37,14 @@ class BranchPoint(TypedDict):
 
 
 @with_config(CLOSED)
+class RatingJson(TypedDict):
+    """What a person said of a session last."""
+
+    value: float | None
+    comment: str
+
+
+@with_config(CLOSED)
 class SessionJson(TypedDict):
     """A session with numbers about its turns. Times are in Unix seconds."""
 
@@ -59,6 +67,9 @@ class SessionJson(TypedDict):
     longest_path: int
     last_at: float | None
     forks: dict[str, int]
+    asked: str
+    """The first words of the user; empty if none are recorded."""
+    rating: RatingJson | None
 
 
 @with_config(CLOSED)
@@ -317,6 +328,8 @@ class StateAnswer(StateJson):
 
     tokenizer: bool
     """Whether texts of tokens are sent."""
+    may_edit: bool
+    """Whether this reader may rate, tag and delete sessions, and save rules."""
 
 
 @with_config(OPEN)

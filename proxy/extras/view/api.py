@@ -1,8 +1,9 @@
 """The requests of the page, and who may make them.
 
 Invariant: all of them but `log_in` need a cookie or a key (`access`), and change nothing in the
-record but saved search rules and published runs. All but `run/trace`, which is sent while it is
-made, answer with a bounded number of rows and characters.
+record but saved search rules, published runs, and what the administrator says of a session. All but
+`run/trace`, which is sent while it is made, and `session/export`, which is one session, answer with
+a bounded number of rows and characters.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ from proxy.extras.view.answers import (
     StateAnswer,
     StateJson,
 )
+from proxy.extras.view.curation_requests import CurationRequests
 from proxy.extras.view.json_answer import answer
 from proxy.extras.view.live import LiveFeed
 from proxy.extras.view.parameters import COUNT, NUMBER, SET, TEXT, up_to
+from proxy.extras.view.people import People
 from proxy.extras.view.publish_requests import PublishRequests
 from proxy.extras.view.query import choice, count, number
 from proxy.extras.view.run_requests import RunRequests
 from proxy.extras.view.runs import RecordedRuns
 from proxy.extras.view.session_requests import SessionRequests
-from proxy.extras.view.summaries import head_json, summary_json
+from proxy.extras.view.summaries import head_json
 from proxy.http.openapi import Nothing
 from proxy.http.route import Route, Who, add_routes, route, routes_of
 from proxy.http.server import read_body
@@ -74,6 +77,8 @@ class ViewApi:
         state: State,
         tokenizer: Callable[[], Tokenizer | None],
         runs: RecordedRuns | None = None,
+        *,
+        curation: CurationRequests,
         rules: Sequence[RuleConfig] = (),
     ) -> None:
         """`state`: what is shown besides the record, such as the engines. `runs`: training runs,
@@ -83,6 +88,7 @@ class ViewApi:
         self._tokenizer = tokenizer
         self._runs = RecordedRuns() if runs is None else runs
         self._rules = rules
+        self._people = People()
         self._record_state = state
         self._feed = LiveFeed(browser, self._whole_state, self._runs.ends)
         self._owners = {
@@ -90,7 +96,8 @@ class ViewApi:
             for owner in (
                 self,
                 pages.PageFiles(),
-                SessionRequests(browser, self._runs, tokenizer),
+                SessionRequests(browser, self._runs, tokenizer, self._people),
+                curation,
                 RunRequests(browser, self._runs),
                 PublishRequests(self._runs.published),
             )
@@ -120,8 +127,8 @@ class ViewApi:
             raise SessionError(_LOG_IN, status=401)
         if who is Who.ADMIN and not await self._access.may_save(request):
             raise SessionError(
-                "a key for reading changes nothing: log in with the admin key, or send it as"
-                " `Authorization: Bearer KEY`",
+                "a link or a key for reading changes nothing: log in with the admin key, send it as"
+                " `Authorization: Bearer KEY`, or open the page with `agentic-proxy view --edit`",
                 status=403,
             )
 
@@ -183,7 +190,9 @@ class ViewApi:
         answer=StateAnswer,
     )
     async def _state(self, request: web.Request) -> web.Response:
-        state = StateAnswer(**self._whole_state(), tokenizer=self._tokenizer() is not None)
+        may_edit = await self._access.may_save(request)
+        has_tokenizer = self._tokenizer() is not None
+        state = StateAnswer(**self._whole_state(), tokenizer=has_tokenizer, may_edit=may_edit)
         return answer(state)
 
     def _whole_state(self) -> StateJson:
@@ -223,7 +232,8 @@ class ViewApi:
         more = len(found) == page.limit
         last = found[-1].session if found else None
         after = f"{last.created_at!r},{last.session_id}" if more and last else None
-        return answer(SessionsPage(sessions=[summary_json(each) for each in found], next=after))
+        sessions = await self._people.of(self._browser(), found)
+        return answer(SessionsPage(sessions=sessions, next=after))
 
     @route(
         "GET",
@@ -337,7 +347,14 @@ class ViewApi:
 
 
 PAGE = "/"
-ROUTES = routes_of(pages.PageFiles, ViewApi, SessionRequests, RunRequests, PublishRequests)
+ROUTES = routes_of(
+    pages.PageFiles,
+    ViewApi,
+    SessionRequests,
+    CurationRequests,
+    RunRequests,
+    PublishRequests,
+)
 """Of the page, with its files."""
 
 

@@ -22,6 +22,7 @@ from proxy.config import ListenConfig
 from proxy.errors import ConfigurationError
 from proxy.extras.view.access import LINK_SUFFIX, Access, new_key, new_link, said_link
 from proxy.extras.view.api import PAGE, ViewApi, add_page
+from proxy.extras.view.curation_requests import CurationRequests
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.server import app_runner
 from proxy.http.web_guard import Hosts, web_guard
@@ -53,7 +54,8 @@ async def view(arguments: Namespace) -> int:
         host, port = runner.addresses[0][:2]
         key = key_file(config)
         file = key.with_name(key.name + LINK_SUFFIX)
-        link = said_link(http_url(host, port), await new_link(store.browser), file)
+        secret = await new_link(store.browser, edits=arguments.edit)
+        link = said_link(http_url(host, port), secret, file)
         print(link, flush=True)
         if tokenizer is None:
             print("add --model FOLDER to see the text of tokens", flush=True)
@@ -108,6 +110,7 @@ def build_view(
         lambda: {"engines": [], "policies": [], "paused": False, "waiting": 0, "rule_faults": []},
         lambda: tokenizer,
         runs,
+        curation=CurationRequests(lambda: store, store.delete_session),
     )
     add_page(app, lambda: api)
 

@@ -12,6 +12,7 @@ from proxy.extra import URL, Core, Extra
 from proxy.extras.view.access import LINK_SUFFIX, Access, new_link, said_link
 from proxy.extras.view.answers import RecordState
 from proxy.extras.view.api import ROUTES, ViewApi
+from proxy.extras.view.curation_requests import CurationRequests
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.openapi import DocumentPart
 from proxy.http.route import Route
@@ -43,6 +44,7 @@ class Page(Extra):
             self._state,
             lambda: core.rendering.tokenizer,
             runs,
+            curation=CurationRequests(lambda: store, core.sessions.delete),
             rules=config.rules or [],
         )
         core.metrics.states(

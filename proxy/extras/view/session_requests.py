@@ -25,10 +25,11 @@ from proxy.extras.view.bounded import PIECE_CHARS, text_of, turn_json
 from proxy.extras.view.fork import fork_json
 from proxy.extras.view.json_answer import answer
 from proxy.extras.view.parameters import COUNT, SESSION, TEXT, TURN, up_to
+from proxy.extras.view.people import People
 from proxy.extras.view.query import count, session_id, turn_index, turn_indexes
 from proxy.extras.view.runs import RecordedRuns
 from proxy.extras.view.session_turns import SessionTurns
-from proxy.extras.view.summaries import head_json, summary_json
+from proxy.extras.view.summaries import head_json
 from proxy.extras.view.turn_tokens import TurnTokens, turn_tokens
 from proxy.http.route import Who, route
 from proxy.records import TurnStatus
@@ -51,10 +52,12 @@ class SessionRequests:
         browser: Callable[[], Browser],
         runs: RecordedRuns,
         tokenizer: Callable[[], Tokenizer | None],
+        people: People,
     ) -> None:
         self._browser = browser
         self._runs = runs
         self._tokenizer = tokenizer
+        self._people = people
         self._paths: OrderedDict[tuple[str, str, int], TurnTokens] = OrderedDict()
 
     @route(
@@ -71,9 +74,10 @@ class SessionRequests:
         named = session_id(request)
         async with self._store(request) as browser:
             found = await browser.session(named)
-        if found is None:
-            raise SessionError(f"session {named!r} does not exist", status=404)
-        return answer(summary_json(found))
+            if found is None:
+                raise SessionError(f"session {named!r} does not exist", status=404)
+            (shown,) = await self._people.of(browser, [found])
+        return answer(shown)
 
     @route(
         "GET",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import orjson
 
-from proxy.extras.view.answers import HeadJson, NewsJson, SessionJson, StoredEvent
+from proxy.extras.view.answers import HeadJson, NewsJson, RatingJson, SessionJson, StoredEvent
 from proxy.records import RuleAction
 from proxy.records.binary import mark_fields, reward_fields
 from proxy.store.browser import Recent, SessionSummary, TurnHead
@@ -14,7 +15,10 @@ from proxy.store.browser import Recent, SessionSummary, TurnHead
 MAX_METADATA_BYTES = 2_000
 
 
-def summary_json(summary: SessionSummary) -> SessionJson:
+def summary_json(
+    summary: SessionSummary, asked: str, said: Mapping[str, Any] | None
+) -> SessionJson:
+    """`asked`: the user's first words; `said`: the last event of a person's rating."""
     session = summary.session
     metadata, origin = dict(session.metadata), session.origin
     if len(orjson.dumps(metadata)) > MAX_METADATA_BYTES:
@@ -40,6 +44,16 @@ def summary_json(summary: SessionSummary) -> SessionJson:
         "longest_path": summary.longest_path,
         "last_at": summary.last_at,
         "forks": summary.forks,
+        "asked": asked,
+        "rating": None if said is None else _rating(said),
+    }
+
+
+def _rating(said: Mapping[str, Any]) -> RatingJson:
+    value, comment = said.get("value"), said.get("comment")
+    return {
+        "value": value if isinstance(value, int | float) else None,
+        "comment": comment if isinstance(comment, str) else "",
     }
 
 

@@ -79,6 +79,40 @@ async def test_agent_runs_in_a_recorded_session_and_its_exit_code_is_kept(
     assert (code, err) == (2, "agentic-proxy: --session team/one: exists; choose another name\n")
 
 
+@needs_wall
+async def test_user_rates_and_tags_the_session_from_inside_the_agent(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    proxy_command = f"{sys.executable} -m proxy sessions"
+    script = (
+        f"{proxy_command} rate this down --comment 'It broke the tests.' &&"
+        f" {proxy_command} tag this topic=tests && {proxy_command} rate this 0.5 &&"
+        ' echo \'{"tags": 5, "value": "x"}\' >>$AGENTIC_PROXY_NOTES &&'
+        " echo '{\"value\": 9' >>$AGENTIC_PROXY_NOTES"
+    )
+    git = ("git", "init", "-q", "-b", "repairs", tmp_path)
+    assert await (await asyncio.create_subprocess_exec(*git)).wait() == 0
+    arguments = ("--url", proxy.url, "--session", "s", "--", "sh", "-c", script)
+    code, out, err = await run(tmp_path, *arguments)
+    assert (code, out) == (0, "noted: it is kept when the agent ends\n" * 3), err
+    shown = await proxy.control.show("s")
+    assert [(each["key"], each["value"]) for each in shown["rewards"]] == [("rating", 0.5)]
+    assert shown["metadata"]["topic"] == "tests"
+    assert shown["metadata"]["git_branch"] == "repairs"
+    assert err.count("a note of the session is not kept: ") == 1
+
+
+@pytest.mark.parametrize("trap", ["mkfifo", "mkdir", "ln -s /dev/zero"])
+async def test_notes_that_are_no_file_end_nothing(
+    trap: str, proxy: RunningProxy, tmp_path: Path
+) -> None:
+    script = f"{trap} $AGENTIC_PROXY_NOTES"
+    arguments = ("--url", proxy.url, "--session", "s", "--sandbox", "off", "--", "sh", "-c", script)
+    async with asyncio.timeout(60):
+        code, _, err = await run(tmp_path, *arguments)
+    assert (code, "session s: 0 turns" in err) == (0, True), err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("sandbox", [pytest.param("light", marks=needs_wall), "off"])
 async def test_interrupt_ends_the_agent_and_completes_the_session(

@@ -54,6 +54,7 @@ async def test_list_shows_turns_forks_and_rewards(
         "marks",
         "lasted",
         "folder",
+        "branch",
         "asked",
     ]
     assert line.split()[:5] == ["team/run-1", "train", "open", "3", "edited:1"]
@@ -111,6 +112,25 @@ async def test_ratings_are_rewards_that_the_user_may_change_and_comments_are_sho
         assert await run(tmp_path, "sessions", "rate", "one", wrong) == 2
         assert f"{wrong}: give up, down, or a number" in capsys.readouterr().err
     assert await run(tmp_path, "sessions", "rate", "none", "up") == 2
+
+
+async def test_tags_are_set_and_removed_and_select_what_is_exported(
+    proxy: RunningProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await proxy.control.create_session("one", metadata={"folder": "/home/me/shop"})
+    assert await run(tmp_path, "sessions", "tag", "one", "topic=tests", "keep=yes") == 0
+    assert await run(tmp_path, "sessions", "tag", "one", "topic=a=b", "keep=") == 0
+    shown = await proxy.control.show("one")
+    assert shown["metadata"] == {"folder": "/home/me/shop", "topic": "a=b"}
+    for wrong, why in (("topic", "give NAME=VALUE"), ("=x", "give NAME=VALUE")):
+        assert await run(tmp_path, "sessions", "tag", "one", wrong) == 2
+        assert why in capsys.readouterr().err
+    assert await run(tmp_path, "sessions", "tag", "one", f"{'n' * 81}=x") == 2
+    assert "the name has 81 characters; give 1 to 80" in capsys.readouterr().err
+    assert await run(tmp_path, "sessions", "tag", "none", "a=b") == 2
+    assert "is not in this store" in capsys.readouterr().err
+    assert await run(tmp_path, "sessions", "rate", "this", "up") == 2
+    assert "none that `agentic-proxy run` started" in capsys.readouterr().err
 
 
 async def test_ended_session_is_deleted_and_an_open_one_is_not(

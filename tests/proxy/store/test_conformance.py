@@ -26,6 +26,7 @@ from proxy.records import (
     TurnStatus,
     VersionSpan,
 )
+from proxy.store.curation import keep
 from proxy.store.protocol import DeliveryMark, SessionFilter, Store, TurnConflict, Undelivered
 from tests.proxy.store.conftest import Opener
 
@@ -351,6 +352,47 @@ async def test_rating_replaces_the_one_before_and_no_other_reward(store: Store) 
         Reward("rating", -0.5, {"tone": -0.5}, turn=3, branch=True),
     ]
     assert found["b"].rewards == [Reward("verifier", 1.0)]
+
+
+async def test_metadata_are_replaced_only_if_nobody_changed_them(store: Store) -> None:
+    await store.create_session(a_session())
+    before = {"task": "ü"}
+    assert not await store.replace_metadata("task/7-a", {}, {"lost": "yes"})
+    assert not await store.replace_metadata("other", before, {})
+    assert await store.replace_metadata("task/7-a", before, {**before, "topic": "tests"})
+    assert not await store.replace_metadata("task/7-a", before, {"lost": "yes"})
+    session = await store.get_session("task/7-a")
+    assert session is not None
+    assert session.metadata == {"task": "ü", "topic": "tests"}
+
+
+async def test_people_tag_a_session_at_once_and_no_tag_is_lost(store: Store) -> None:
+    await store.create_session(a_session())
+    await asyncio.gather(*(keep(store, "task/7-a", tags={f"tag{n}": "yes"}) for n in range(8)))
+    session = await store.get_session("task/7-a")
+    assert session is not None
+    assert session.metadata == {"task": "ü"} | {f"tag{n}": "yes" for n in range(8)}
+    with pytest.raises(ValueError, match="would have 109 tags; at most 100"):
+        await keep(store, "task/7-a", tags={f"more{n}": "yes" for n in range(100)})
+    with pytest.raises(ValueError, match="is not a finite number"):
+        await keep(store, "task/7-a", value=float("inf"))
+    with pytest.raises(ValueError, match="has 4001 characters; at most 4000"):
+        await keep(store, "task/7-a", comment="x" * 4001)
+    with pytest.raises(SessionError, match="is not in this store"):
+        await keep(store, "other", value=1.0)
+
+
+async def test_page_reads_what_was_asked_and_said_last(store: Store) -> None:
+    await store.create_session(a_session())
+    await store.create_session(a_session("other"))
+    await store.begin_turn(an_intent())
+    (turn,) = await store.get_turns("task/7-a")
+    assert await store.browser.requests("task/7-a", 0, 9) == [turn.request]
+    assert await store.browser.requests("task/7-a", 1, 9) == []
+    for value in (1.0, 0.0):
+        await keep(store, "task/7-a", value=value, comment=f"It is {value:g}.")
+    said = await store.browser.last_events(["task/7-a", "other"], "rating")
+    assert {name: each["comment"] for name, each in said.items()} == {"task/7-a": "It is 0."}
 
 
 async def test_deleting_a_session_removes_all_its_data(store: Store) -> None:

@@ -9,6 +9,12 @@ export class ApiError extends Error {
   }
 }
 
+/** What the page shows, and to whom. @returns {Promise<import("./types.d.ts").State>} */
+export const getState = () => get("state").then((state) => {
+  live.mayEdit = state.may_edit === true;
+  return state;
+});
+
 /** The command that opens what the page showed, without this server; empty if there is none. */
 export function reopen() {
   const [run] = live.state?.runs ?? [];
@@ -37,6 +43,25 @@ export async function get(path, query = {}, signal) {
   const given = Object.entries(all).filter(([, value]) => value != null && value !== "");
   const search = new URLSearchParams(given.map(([name, value]) => [name, String(value)]));
   return answerOf(await asked(`/view/${path}?${search}`, { signal: signal ?? null }));
+}
+
+/** @param {string} path @param {Record<string, string>} query @returns {Promise<any>} */
+export const remove = async (path, query) =>
+  answerOf(await asked(`/view/${path}?${new URLSearchParams(query)}`, { method: "DELETE" }));
+
+/**
+ * Saves what the server sends, under the name that it gives.
+ * @param {string} path @param {Record<string, string>} query
+ */
+export async function download(path, query) {
+  const response = await asked(`/view/${path}?${new URLSearchParams(query)}`, {});
+  if (!response.ok) await answerOf(response);
+  const name = /filename\*=UTF-8''(\S+)/.exec(response.headers.get("Content-Disposition") ?? "")?.[1];
+  const file = document.createElement("a");
+  file.href = URL.createObjectURL(await response.blob());
+  file.download = decodeURIComponent(name ?? "session.jsonl");
+  file.click();
+  URL.revokeObjectURL(file.href);
 }
 
 /** @param {string} path @param {unknown} body @returns {Promise<any>} */
@@ -75,6 +100,8 @@ export const live = {
   connected: false,
   /** @type {import("./types.d.ts").State | null} */
   state: null,
+  /** Whether this reader may rate, tag and delete sessions. */
+  mayEdit: false,
   /** @type {Head[]} */
   answered: [],
   /** @type {Map<string, Head>} */
@@ -136,7 +163,7 @@ function connect() {
     if (opened.readyState !== EventSource.CLOSED || source !== opened) return;
     source = null;
     const again = () => following && follow();
-    get("state").then(() => setTimeout(again, 2000), () => setTimeout(again, 5000));
+    getState().then(() => setTimeout(again, 2000), () => setTimeout(again, 5000));
   };
   opened.onmessage = (event) => {
     position = event.lastEventId || position;

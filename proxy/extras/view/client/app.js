@@ -1,5 +1,5 @@
 // The page: its frame, log-in, and which view is shown.
-import { asOf, follow, get, live, onLoggedOut, onReturn, post, reopen, unfollow, works } from "./api.js";
+import { asOf, follow, getState, live, onLoggedOut, onReturn, post, reopen, unfollow, works } from "./api.js";
 import { Compare } from "./compare.js";
 import { visible } from "./format.js";
 import { Group } from "./group.js";
@@ -51,7 +51,7 @@ function App() {
     const logIn = (secret) =>
       post("log_in", { secret }).then(enter, (refused) => enter().catch(() => setError(refused.message)));
     /** A recorded run, at which no engine works, is shown first. */
-    const enter = () => get("state").then((/** @type {import("./types.d.ts").State} */ state) => {
+    const enter = () => getState().then((state) => {
       if (state.engines.length === 0 && (state.runs ?? []).length > 0 && parse(location.hash).view === "now") {
         history.replaceState(null, "", link("run"));
         setPlace(parse(location.hash));
@@ -62,7 +62,7 @@ function App() {
     const returned = () => setReturns((n) => n + 1);
     onReturn.add(returned);
     onLoggedOut.add(out);
-    if (!openLink()) get("state").then(() => setInside(true), () => setInside(false));
+    if (!openLink()) getState().then(() => setInside(true), () => setInside(false));
     return () => {
       removeEventListener("hashchange", changed);
       onReturn.delete(returned);
@@ -77,11 +77,11 @@ function App() {
     document.getElementById("main")?.focus({ preventScroll: true });
   }, [place.view, place.id]);
   if (inside === null) return html`<p class="waiting">Loading …</p>`;
-  if (!inside) return html`<${LogIn} error=${error} done=${() => setInside(true)} />`;
+  if (!inside) return html`<${LogIn} error=${error} done=${() => getState().then(() => setInside(true))} />`;
   const View = VIEWS[place.view] ?? Missing;
   return html`
     <a class="skip" href="#main" onClick=${skip}>Skip to the content</a>
-    <${Bar} place=${place} leave=${() => post("log_out", {}).then(() => get("state"))} />
+    <${Bar} place=${place} leave=${() => post("log_out", {}).then(() => getState())} />
     <${Lost} />
     <main id="main" tabindex="-1" class=${`view-${place.view}`}>
       <${View} key=${[place.view, place.id, runOf(place), returns].join()} place=${place} />

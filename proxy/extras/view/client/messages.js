@@ -37,13 +37,21 @@ export function MessageView({ message, session, turn, place, sampled }) {
       ${message.tool_call_id && html`<code class="quiet">${oneLine(message.tool_call_id)}</code>`}</div>
     ${message.reasoning && html`<details class="reasoning" open=${!message.text && !message.tool_calls.length}>
       <summary>Reasoning</summary><${Text} text=${message.reasoning} ...${at} place=${`${place}.reasoning`} /></details>`}
-    ${message.text !== "" && html`<${Text} text=${message.text} ...${at} place=${`${place}.text`} code=${message.role === "tool"} />`}
+    ${message.role === "system" && lengthOf(message.text) > FOLDED ? html`<details class="folded">
+      <summary>${count(lengthOf(message.text))} characters</summary><${Text} text=${message.text} ...${at} place=${`${place}.text`} /></details>`
+      : message.text !== "" && html`<${Text} text=${message.text} ...${at} place=${`${place}.text`} code=${message.role === "tool"} />`}
     ${message.tool_calls.map((call, n) => html`<div class="call">
       <code class="name">${oneLine(call.name)}</code>
       <${Text} text=${pretty(call.arguments)} ...${at} place=${`${place}.calls.${n}`} code=${true} /></div>`)}
     ${message.more_calls > 0 && html`<p class="quiet">and ${count(message.more_calls)} more calls</p>`}
   </article>`;
 }
+
+/** Characters of a system prompt that is shown at once. */
+const FOLDED = 300;
+
+/** @param {Cut} text */
+const lengthOf = (text) => (typeof text === "string" ? text.length : text.chars);
 
 /** Whose message it is. @type {Record<string, string>} */
 export const WHO = { tool: "tool result", assistant: "assistant" };

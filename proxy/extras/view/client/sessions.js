@@ -1,6 +1,7 @@
 // All sessions, the newest first, and all forks of a cause; both page by page.
 import { live } from "./api.js";
-import { ago, CAUSES, count, oneLine, short, visible, when, words } from "./format.js";
+import { folderName, Thumbs } from "./curation.js";
+import { ago, CAUSES, count, duration, oneLine, short, visible, when, words } from "./format.js";
 import { usePages } from "./hooks.js";
 import { html, useEffect, useState } from "./page.js";
 import { Cause, Choice, Marks, Note, Reward, Status, TrialLink } from "./parts.js";
@@ -19,7 +20,7 @@ export function Sessions({ place }) {
   const [fresh, setFresh] = useState(false);
   useEffect(() => {
     /** @param {import("./types.d.ts").News | null} news */
-    const heard = (news) => news && (news.begun.length > 0 || news.events.some(({ kind }) => kind === "marked")) && setFresh(true);
+    const heard = (news) => news && (news.begun.length > 0 || news.events.some(({ kind }) => ["marked", "rating", "tagged"].includes(kind))) && setFresh(true);
     live.listeners.add(heard);
     return () => void live.listeners.delete(heard);
   }, []);
@@ -33,7 +34,7 @@ export function Sessions({ place }) {
     </form>
     ${rows === null ? html`<${Note} error=${error} />` : rows.length === 0
       ? html`<p class="quiet">No session matches.</p>`
-      : html`<${SessionTable} rows=${/** @type {Session[]} */ (rows)} />`}
+      : html`<${SessionTable} rows=${/** @type {Session[]} */ (rows)} again=${again} />`}
     ${more && html`<button type="button" class="more" onClick=${more}>Older sessions</button>`}`;
 }
 
@@ -43,23 +44,35 @@ function choose(event) {
   location.hash = link("sessions", "", Object.fromEntries([...new FormData(form)].map(([k, v]) => [k, String(v)])));
 }
 
-/** @param {{rows: Session[]}} given */
-const SessionTable = ({ rows }) => html`<div class="scroll" tabindex="0" role="region" aria-label="Sessions"><table class="sessions">
-  <thead><tr><th>session</th><th>status</th><th class="n">reward</th><th class="n">turns</th><th>forks</th>
-    <th class="n">sampled</th><th class="n">longest path</th><th class="n">created</th></tr></thead>
-  <tbody>${rows.map((each) => html`<tr key=${each.id}>
-    <td><${TrialLink} id=${each.id} />${" "}${each.kind === "eval" && html`<span class="tag">eval</span>`}
-      ${each.origin && html`<span class="tag" title=${`begins with ${each.origin.turn} turns of ${visible(each.origin.session)}`}>branch</span>`}
-      <${Marks} session=${each.id} marks=${each.marks} /> <${Tags} metadata=${each.metadata} /></td>
-    <td><${Status} value=${each.status} />${" "}${each.cut > 0 && html`<span class="tag status-cut">${each.cut} cut</span>`}</td>
-    <td class="n"><${Reward} value=${each.reward} /></td>
-    <td class="n">${count(each.turns)}</td>
-    <td>${Object.entries(each.forks).map(([cause, n]) => html`<${Cause} cause=${cause} />${n > 1 ? `×${n} ` : " "}`)}</td>
-    <td class="n">${short(each.sampled_tokens)}</td><td class="n">${short(each.longest_path)}</td>
-    <td class="n" title=${when(each.created_at)}>${ago(each.created_at)}</td></tr>`)}</tbody></table></div>`;
+/** @param {{rows: Session[], again: () => void}} given */
+function SessionTable({ rows, again }) {
+  const [error, setError] = useState("");
+  const placed = rows.some((each) => each.metadata["folder"]);
+  return html`${error && html`<p class="error" role="alert">${error}</p>`}
+    <div class="scroll" tabindex="0" role="region" aria-label="Sessions"><table class="sessions">
+    <thead><tr><th>session</th>${placed && html`<th>folder</th>`}<th>status</th><th>rating</th><th class="n">reward</th><th class="n">turns</th><th class="n">took</th>
+      <th class="n">sampled</th><th class="n">longest path</th><th>forks</th><th class="n">created</th></tr></thead>
+    <tbody>${rows.map((each) => html`<tr key=${each.id}>
+      <td>${each.asked && html`<a class="asked" dir="auto" href=${link("trial", each.id)}>${oneLine(each.asked)}</a>`}
+        <${TrialLink} id=${each.id} />${" "}${each.kind === "eval" && html`<span class="tag">eval</span>`}
+        ${each.origin && html`<span class="tag" title=${`begins with ${each.origin.turn} turns of ${visible(each.origin.session)}`}>branch</span>`}
+        <${Marks} session=${each.id} marks=${each.marks} /> <${Tags} metadata=${each.metadata} /></td>
+      ${placed && html`<td title=${visible(String(each.metadata["folder"] ?? ""))}><bdi>${folderName(each.metadata["folder"])}</bdi>
+        ${each.metadata["git_branch"] && html`<span class="meta"><bdi>${oneLine(String(each.metadata["git_branch"]))}</bdi></span>`}</td>`}
+      <td><${Status} value=${each.status} />${" "}${each.cut > 0 && html`<span class="tag status-cut">${each.cut} cut</span>`}</td>
+      <td title=${visible(each.rating?.comment)}><${Thumbs} session=${each} changed=${again} failed=${setError} /></td>
+      <td class="n"><${Reward} value=${each.reward} /></td>
+      <td class="n">${count(each.turns)}</td><td class="n">${took(each)}</td>
+      <td class="n">${short(each.sampled_tokens)}</td><td class="n">${short(each.longest_path)}</td>
+      <td>${Object.entries(each.forks).map(([cause, n]) => html`<${Cause} cause=${cause} />${n > 1 ? `×${n} ` : " "}`)}</td>
+      <td class="n" title=${when(each.created_at)}>${ago(each.created_at)}</td></tr>`)}</tbody></table></div>`;
+}
+
+/** From its beginning to its end, or to its last call. @param {Session} session */
+export const took = (session) => duration(Math.max(0, (session.completed_at ?? session.last_at ?? session.created_at) - session.created_at));
 
 /** @param {{metadata: Record<string, unknown>}} given */
-export const Tags = ({ metadata }) => Object.entries(metadata).slice(0, 4).map(([name, value]) =>
+export const Tags = ({ metadata }) => Object.entries(metadata).filter(([name]) => name !== "folder" && name !== "git_branch").slice(0, 4).map(([name, value]) =>
   html`<span class="meta"><bdi>${oneLine(name).slice(0, 40)}</bdi>=<bdi>${
     oneLine(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 40)}</bdi></span> `);
 

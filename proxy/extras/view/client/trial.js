@@ -1,13 +1,14 @@
 // A session: its turns as a tree, and the conversation that leads to one of them.
 import { get, live } from "./api.js";
-import { ago, count, duration, many, number, short, visible } from "./format.js";
+import { ago, count, duration, many, number, oneLine, short, visible } from "./format.js";
+import { Curation, folderName } from "./curation.js";
 import { ForkView } from "./forks.js";
 import { useGet, useLast } from "./hooks.js";
 import { MessageView } from "./messages.js";
 import { html, useEffect, useMemo, useRef, useState } from "./page.js";
 import { Cause, Marks, Note, Reward, Status } from "./parts.js";
-import { link } from "./router.js";
-import { Tags } from "./sessions.js";
+import { link, runOf } from "./router.js";
+import { Tags, took } from "./sessions.js";
 import { Tree } from "./tree.js";
 import { EndOfTrial, TrialFiles } from "./trial_files.js";
 
@@ -21,7 +22,8 @@ import { EndOfTrial, TrialFiles } from "./trial_files.js";
 export function Trial({ place }) {
   const id = place.id;
   const { heads, changes, error } = useHeads(id);
-  const { data, error: missing } = useGet("session", { session: id }, changes);
+  const [edits, setEdits] = useState(0);
+  const { data, error: missing } = useGet("session", { session: id }, `${changes}.${edits}`);
   const session = useLast(/** @type {Session | null} */ (data));
   const known = useLast(/** @type {TrialOfRun | null} */ (useGet("run/trial", { session: id }, changes).data));
   const given = Number(place.query.get("turn") ?? "-1");
@@ -34,7 +36,8 @@ export function Trial({ place }) {
     ${heads.length === 0 ? html`<p class="quiet">No call yet.</p>` : html`<div class="trial">
       <${Tree} session=${id} heads=${heads} selected=${selected} shown=${new Set(blocks.map((b) => b.turn))} />
       <${Conversation} session=${id} heads=${heads} blocks=${blocks} selected=${selected} asked=${given >= 0} />
-    </div>`}`;
+    </div>`}
+    ${runOf() === null && html`<${Curation} session=${session} changed=${() => setEdits(edits + 1)} />`}`;
 }
 
 /**
@@ -101,16 +104,19 @@ export function conversation(heads, selected) {
 /** @param {{session: Session, known: TrialOfRun | null}} given */
 const Top = ({ session, known }) => html`<div class="top">
   <h1><bdi>${visible(session.id)}</bdi></h1>
+  ${session.asked && html`<p class="asked" dir="auto">${oneLine(session.asked)}</p>`}
   <p><${Status} value=${session.status} /> <span class="tag">${session.kind}</span>
     ${(session.reward !== null || !known?.trial) && html`<span title="reward of the whole trial, as it was reported to the proxy">reward
       <strong><${Reward} value=${session.reward} /></strong></span>`}
     ${session.rewards.flatMap((reward) => Object.entries(reward.parts)).map(([name, value]) =>
       html`<span class="meta"><bdi>${visible(name)}</bdi> ${number(value)}</span> `)}
     <span>${many(session.turns, "turn")}</span> <span>${short(session.sampled_tokens)} tokens sampled</span>
-    <span>longest path ${count(session.longest_path)}</span> <span>last call ${ago(session.last_at)}</span>
+    <span>longest path ${count(session.longest_path)}</span> <span>took ${took(session)}</span>
+    ${session.metadata["folder"] && html`<span title=${visible(String(session.metadata["folder"]))}>in <bdi>${folderName(session.metadata["folder"])}</bdi>
+      ${session.metadata["git_branch"] && html` on <bdi>${oneLine(String(session.metadata["git_branch"]))}</bdi>`}</span>`} <span>last call ${ago(session.last_at)}</span>
     ${session.origin && html`<a href=${link("trial", session.origin.session, { turn: session.origin.turn - 1 })}>branch of
       <bdi>${visible(session.origin.session)}</bdi> at turn ${session.origin.turn}</a>`}
-    <${Marks} session=${session.id} marks=${session.marks} /> <${Tags} metadata=${session.metadata} /></p>
+    <${Marks} session=${session.id} marks=${session.marks} /> ${runOf() !== null && html`<${Tags} metadata=${session.metadata} />`}</p>
   <${EndOfTrial} known=${known} /></div>`;
 
 /**
@@ -120,6 +126,7 @@ function Conversation({ session, heads, blocks, selected, asked }) {
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const { turns, see } = useTurns(session, heads);
   const moved = useRef(false);
+  const wanted = asked ? selected : null;
   useEffect(() => {
     moved.current = false;
     const move = () => {
@@ -128,10 +135,10 @@ function Conversation({ session, heads, blocks, selected, asked }) {
     const kinds = ["wheel", "touchmove", "keydown", "pointerdown"];
     for (const kind of kinds) addEventListener(kind, move, { passive: true });
     return () => kinds.forEach((kind) => removeEventListener(kind, move));
-  }, [session, selected]);
+  }, [session, wanted]);
   useEffect(() => {
     // Again when turns above it have grown, until the reader moves.
-    if (asked && !moved.current) box.current?.querySelector(`#turn-${selected}`)?.scrollIntoView({ block: "start" });
+    if ((asked || blocks.length > 1) && !moved.current) box.current?.querySelector(`#turn-${selected}`)?.scrollIntoView({ block: "start" });
   }, [session, selected, asked, turns]);
   useEffect(() => {
     const watcher = new IntersectionObserver((entries) => {

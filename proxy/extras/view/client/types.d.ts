@@ -7,6 +7,7 @@ export interface Session {
   rewards: { key: string; value: number; parts: Record<string, number>; turn: number | null }[];
   turns: number; running: number; cut: number; sampled_tokens: number; longest_path: number;
   last_at: number | null; forks: Record<string, number>; marks: Mark[];
+  asked: string; rating: { value: number | null; comment: string } | null;
 }
 /** A search rule that a turn of a session matches. */
 export interface Mark { rule: string; action: string; turn: number; at: number; found: string; }
@@ -66,7 +67,7 @@ export interface RunNow {
   errors: { trial_id: string; error: string }[];
 }
 export interface State {
-  engines: Engine[]; policies: { name: string; version: number }[]; paused: boolean; waiting: number; rule_faults: RuleFault[]; runs?: RunStamps[];
+  engines: Engine[]; policies: { name: string; version: number }[]; paused: boolean; waiting: number; rule_faults: RuleFault[]; runs?: RunStamps[]; may_edit?: boolean;
 }
 /** An error while a search rule was matched; `rule` is empty and `turn` is -1 if it is not one's. */
 export interface RuleFault { rule: string; session: string; turn: number; at: number; error: string; }

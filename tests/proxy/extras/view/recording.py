@@ -106,6 +106,16 @@ async def record(proxy: RunningProxy, name: str = "fix/sum-1") -> SessionHandle:
     return session
 
 
+async def record_day(proxy: RunningProxy) -> None:
+    """A session of somebody's own, as `agentic-proxy run` records it, rated and tagged."""
+    where = {"agent": "claude-code", "folder": "/home/ana/shop", "git_branch": "repairs"}
+    session = await proxy.session(trial_id="day", metadata=where)
+    await work(proxy, session, "The till adds up wrong. Find out why.", turns=3)
+    await proxy.control.curate(
+        "day", value=1.0, comment="It found the line at once.", tags={"topic": "till"}
+    )
+
+
 async def record_many(proxy: RunningProxy, count: int) -> None:
     """Short trials of a group."""
 

@@ -25,13 +25,14 @@ from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 from tests.proxy.extras.view.chromium import chromium
 from tests.proxy.extras.view.conftest import enter
 from tests.proxy.extras.view.pictures import take_all
-from tests.proxy.extras.view.recording import record, record_many
+from tests.proxy.extras.view.recording import record, record_day, record_many
 
 NAME = "fix%2Fsum-1"
 VIEWS = {
     "now": ("/now", "document.querySelectorAll('.view-now tbody tr').length > 3"),
     "sessions": ("/sessions", "document.querySelectorAll('.sessions tbody tr').length > 3"),
     "trial": (f"/trial/{NAME}?turn=3", "document.querySelectorAll('.message').length > 6"),
+    "day": ("/trial/day", "document.querySelector('.curation .comment')"),
     "fork": (f"/trial/{NAME}?turn=4", "document.querySelector('.diff del')"),
     "tokens": (f"/tokens/{NAME}?turn=3", "document.querySelectorAll('.flow .token').length > 9"),
     "table": (f"/tokens/{NAME}?turn=3&as=table", "document.querySelector('.token-table .p')"),
@@ -60,6 +61,7 @@ async def main(folder: Path) -> None:
                 proxy = RunningProxy(url, engine, control, http, rendering)
                 await record(proxy)
                 await record_many(proxy, 12)
+                await record_day(proxy)
                 async with chromium(temporary / "profile") as browser:
                     tab = await browser.tab()
                     await enter(tab, proxy)

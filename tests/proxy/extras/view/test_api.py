@@ -145,6 +145,69 @@ async def test_link_opens_once_and_a_revoked_key_closes_its_browsers(
     await store.close()
 
 
+async def test_only_the_administrator_and_a_link_that_edits_change_sessions(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    store = await open_store(f"sqlite:///{tmp_path}/edits.db")
+    proxy = await start_proxy(store=store)
+    session = await proxy.session(trial_id="a/b")
+    await work(proxy, session, "Fix the test.", turns=1)
+    reads_only, edits = [await new_link(store.browser, edits=each) for each in (False, True)]
+    jars = [aiohttp.CookieJar(unsafe=True) for _ in range(2)]
+    async with (
+        aiohttp.ClientSession(proxy.url, cookie_jar=jars[0]) as guest,
+        aiohttp.ClientSession(proxy.url, cookie_jar=jars[1]) as owner,
+    ):
+        for visitor, link, expected in ((guest, reads_only, 403), (owner, edits, 200)):
+            assert await log_in(visitor, link) == 200
+            said = {"value": 1, "comment": "Good.", "tags": {"topic": "tests"}}
+            answers = [
+                await _status(visitor.post("/view/session/curation?session=a/b", json=said)),
+                await _status(visitor.delete("/view/session?session=a/b")),
+            ]
+            assert answers == [expected, 409 if expected == 200 else 403]  # 409: it is open
+            async with visitor.get("/view/state") as response:
+                assert (await response.json())["may_edit"] == (expected == 200)
+        for wrong in ({"value": "x"}, {"tags": {"": "x"}}, {"comment": "x" * 5000}, {"odd": 1}):
+            url = "/view/session/curation?session=a/b"
+            assert await _status(owner.post(url, json=wrong)) == 400
+        async with owner.get("/view/session?session=a/b") as response:
+            shown = await response.json()
+        assert shown["asked"] == "Fix the test."
+        assert shown["rating"] == {"value": 1.0, "comment": "Good."}
+        assert shown["metadata"]["topic"] == "tests"
+        async with guest.get("/view/session/export?session=a/b&format=messages") as response:
+            assert response.status == 200
+            (row,) = [orjson.loads(line) for line in (await response.read()).splitlines()]
+            told = response.headers["Content-Disposition"]
+        assert row["messages"][1]["content"] == "Fix the test."
+        assert told == "attachment; filename*=UTF-8''a-b.messages.jsonl"
+        for query, expected in (("a/b&format=parquet", 400), ("none&format=messages", 404)):
+            assert await _status(guest.get(f"/view/session/export?session={query}")) == expected
+        await proxy.control.complete("a/b")
+        assert await _status(owner.delete("/view/session?session=a/b")) == 200
+        assert await _status(owner.delete("/view/session?session=a/b")) == 404
+    assert await store.get_session("a/b") is None
+    await store.close()
+
+
+async def _status(asked: Any) -> int:
+    async with asked as response:
+        return int(response.status)
+
+
+async def test_first_words_are_found_behind_an_agents_own_calls(
+    proxy: RunningProxy, reader: Reader
+) -> None:
+    session = await proxy.session(trial_id="title")
+    system = {"role": "system", "content": "Write a title."}
+    await proxy.post(session, "chat/completions", {"messages": [system]})
+    assert (await reader.get("session", session="title"))["asked"] == ""
+    await proxy.post(session, "chat/completions", {"messages": [system, user("Mend it.")]})
+    (row,) = (await reader.get("sessions"))["sessions"]
+    assert row["asked"] == "Mend it."
+
+
 async def test_removed_admin_key_closes_the_browsers_that_it_opened_the_page_in(
     start_proxy: StartProxy, tmp_path: Path
 ) -> None:

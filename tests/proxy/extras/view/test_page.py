@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.needs import needs, skip_or_fail
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.extras.view.chromium import MISSING, Chromium, Tab
 from tests.proxy.extras.view.conftest import enter, show
-from tests.proxy.extras.view.recording import HOSTILE, call, record, user, work
+from tests.proxy.extras.view.recording import HOSTILE, call, record, record_day, user, work
 from tests.proxy.extras.view.screenshots import VIEWS
 
 pytestmark = [needs(MISSING), pytest.mark.programs]
@@ -25,6 +26,7 @@ async def test_every_view_is_accessible_and_fits_a_phone(proxy: RunningProxy, ta
     if not AXE.is_file():
         skip_or_fail("axe-core is not installed: python -m benchmarks.install tools")
     await record(proxy)
+    await record_day(proxy)
     await enter(tab, proxy)
     await tab.call("Page.setBypassCSP", enabled=True)  # for axe, which the page would not run
     await tab.call("Page.reload")
@@ -194,6 +196,123 @@ async def test_link_opens_the_page_once_and_a_revoked_key_closes_it(
     await one.click("header button")
     await one.until("document.querySelector('#secret')")
     await store.close()
+
+
+async def test_session_is_recognised_rated_tagged_exported_and_deleted_in_the_page(
+    proxy: RunningProxy, tab: Tab, tmp_path: Path
+) -> None:
+    where = {"agent": "claude-code", "folder": "/home/me/shop", "git_branch": "repairs"}
+    session = await proxy.session(trial_id="day/1", metadata=where)
+    await work(proxy, session, "Fix the till.\nAnd the drawer.", turns=2)
+    await enter(tab, proxy)
+    await show(tab, "/sessions", "document.querySelector('.sessions tbody tr')")
+    row = await tab.text(".sessions tbody tr")
+    assert all(each in row for each in ("Fix the till.", "day/1", "shop", "repairs"))
+    assert "drawer" not in row
+    assert "/home/me" not in row
+    up, down = (f".sessions .thumbs button[aria-label={name}]" for name in ("Good", "Bad"))
+    await tab.click(up)
+    await tab.until(f"document.querySelector('{up}').ariaPressed === 'true'")
+    await tab.click(down)
+    await tab.until(f"document.querySelector('{down}').ariaPressed === 'true'")
+    assert await rating(proxy) == 0.0
+
+    await show(tab, "/trial/day%2F1", "document.querySelector('.curation')")
+    await tab.click(".curation > p > button")
+    await tab.evaluate(
+        "document.querySelector('.curation [name=value]').value = '0.75';"
+        f"document.querySelector('.curation [name=comment]').value = {HOSTILE[:60]!r}"
+    )
+    await tab.click(".curation form:first-child button")
+    await tab.until("document.querySelector('.curation .comment')?.innerText.includes('<script>')")
+    assert await rating(proxy) == 0.75
+    await tab.evaluate(
+        "document.querySelector('.curation form:nth-child(2) [name=value]').value = 'till'"
+    )
+    await tab.evaluate(
+        "document.querySelector('.curation form:nth-child(2) [name=name]').value = 'topic'"
+    )
+    await tab.click(".curation form:nth-child(2) button")
+    await tab.until("document.querySelector('.curation .tag')?.innerText.includes('topic=till')")
+    assert (await proxy.control.show("day/1"))["metadata"] == {**where, "topic": "till"}
+    await tab.click(".curation .tag button")
+    await tab.until("!document.querySelector('.curation .tag')")
+    assert (await proxy.control.show("day/1"))["metadata"] == where
+
+    await tab.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    await tab.click(".curation .edit > p > button")
+    file = tmp_path / "day-1.messages.jsonl"
+    for _ in range(600):
+        if file.is_file():
+            break
+        await asyncio.sleep(0.05)
+    assert "Fix the till." in file.read_text()
+
+    await tab.click(".curation .edit > p > button:last-of-type")
+    await tab.click(".curation .danger")
+    await tab.until("document.querySelector('.curation .error')?.innerText.includes('is open')")
+    await proxy.control.complete("day/1")
+    await tab.click(".curation .edit > p > button:last-of-type")
+    await tab.click(".curation .danger")
+    await tab.until("document.body.innerText.includes('No session matches.')")
+    assert await tab.evaluate("window.hacked") is None
+    assert [each for each in tab.complaints if "409" not in each] == []
+
+
+async def rating(proxy: RunningProxy) -> float:
+    (reward,) = (await proxy.control.show("day/1"))["rewards"]
+    assert reward["key"] == "rating"
+    return float(reward["value"])
+
+
+async def test_reader_without_the_right_sees_ratings_and_how_to_get_it(
+    start_proxy: StartProxy, browser: Chromium, tmp_path: Path
+) -> None:
+    store = await open_store(f"sqlite:///{tmp_path}/read.db")
+    proxy = await start_proxy(store=store)
+    await work(proxy, await proxy.session(trial_id="day/1"), "Fix the till.", turns=1)
+    await proxy.control.curate("day/1", value=1.0)
+    tab = await browser.tab()
+    await tab.open(f"{proxy.url}/#link={await new_link(store.browser)}")
+    await tab.until("document.querySelector('header .dot.on')")
+    await show(tab, "/sessions", "document.querySelector('.sessions .rated')")
+    assert not await tab.evaluate("document.querySelector('.thumbs')")
+    await show(tab, "/trial/day%2F1", "document.querySelector('.curation')")
+    await tab.click(".curation > p > button")
+    assert "agentic-proxy view --edit" in await tab.text(".curation")
+    assert not await tab.evaluate("document.querySelector('.curation form, .danger')")
+    await store.close()
+
+
+async def test_session_opens_at_its_last_turn_with_the_system_prompt_folded(
+    proxy: RunningProxy, tab: Tab
+) -> None:
+    session = await proxy.session(trial_id="long")
+    system = {"role": "system", "content": "Be careful. " * 600}
+    messages = [system, user("Read everything.")]
+    for number in range(6):
+        proxy.answers(f"Answer {number}: " + "it goes on and on. " * 40)
+        messages += [await call(proxy, session, messages), user(f"Question {number}?")]
+    await enter(tab, proxy)
+    await show(tab, "/trial/long", "document.querySelectorAll('.message').length > 3")
+    place = "document.querySelector('#turn-5').getBoundingClientRect()"
+    await tab.until(f"{place}.top >= 0 && {place}.bottom <= innerHeight")
+    await tab.until("document.querySelector('#turn-5').innerText.includes('Answer 5')")
+    await show(tab, "/trial/long?turn=0", "document.querySelector('.message.system .folded')")
+    folded = "document.querySelector('.message.system .folded')"
+    assert await tab.evaluate(f"{folded}.open") is False
+    assert "7,200 characters" in await tab.text(".message.system")
+    assert await tab.evaluate(f"{folded}.getBoundingClientRect().height < 40")
+    # A reader who has moved stays where they are when the next turn comes.
+    await show(tab, "/trial/long", "document.querySelectorAll('.message').length > 3")
+    await tab.until(f"{place}.top >= 0 && {place}.bottom <= innerHeight")
+    await tab.press("Home", 36)
+    await tab.evaluate("scrollTo(0, 0)")
+    await call(proxy, session, messages)
+    await tab.until("document.querySelectorAll('.tree li').length === 7")
+    await tab.until("document.querySelectorAll('.turn').length === 7")
+    assert await tab.evaluate("scrollY") == 0
+    assert tab.complaints == []
 
 
 async def test_search_is_saved_as_a_rule_that_marks_sessions_live(
