@@ -23,25 +23,7 @@ ENVIRONMENT = Path(".cache/gpu")
 PYTHON = ENVIRONMENT / "bin" / "python"
 TITLES = [each.title for each in ARCHITECTURES if not each.refused]
 MINUTES = 15
-MARKS = {
-    "MiMo-V2-Flash": pytest.mark.xfail(
-        strict=True, reason="vLLM needs settings of the published file that a small copy lacks"
-    ),
-    "MiniMax-M2": pytest.mark.xfail(
-        strict=True,
-        reason="vLLM 0.32 cannot reload it: AttributeError, 'functools.partial' has no '__name__'",
-    ),
-    "OLMo Hybrid": pytest.mark.xfail(
-        strict=True, reason="vLLM 0.32 has other names for the norms of its linear layers"
-    ),
-}
-OF_NCCL = {
-    "gpt-oss": pytest.mark.xfail(
-        strict=True,
-        reason="vLLM's own engine for nccl leaves experts and sinks as they were, which its loader "
-        "copies past its layerwise reload; `shm` and `gloo` are ours",
-    )
-}
+TRANSPORTS = ("shm", "nccl")
 
 pytestmark = pytest.mark.slow
 
@@ -177,16 +159,8 @@ def test_float32_is_multiplied_exactly(decided: Mapping[str, Any]) -> None:
     assert found["products"] == "highest"
 
 
-def updates() -> list[Any]:
-    marks = {"shm": MARKS, "nccl": MARKS | OF_NCCL}
-    return [
-        pytest.param(title, transport, marks=marks[transport].get(title, ()))
-        for title in TITLES
-        for transport in marks
-    ]
-
-
-@pytest.mark.parametrize(("title", "transport"), updates())
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("title", TITLES)
 def test_update_leaves_each_tensor_in_its_place_with_what_a_fresh_load_gives(
     updated: Mapping[str, Any], title: str, transport: str
 ) -> None:

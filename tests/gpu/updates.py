@@ -13,11 +13,12 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -25,6 +26,8 @@ from tests.gpu.decisions import _answer
 from tests.gpu.posing import pose
 
 CUDA = torch.device("cuda:0")
+MESSAGE_BYTES = 1 << 14
+"""So small that layers are in several messages."""
 
 
 def main(out: Path, *titles: str) -> None:
@@ -48,9 +51,11 @@ def _without_a_card() -> None:
     accelerator: Any = torch.accelerator
     accelerator.empty_cache = lambda: None
     accelerator.max_memory_allocated = lambda *_: 0
+    accelerator.current_device_index = lambda: 0
     cuda: Any = torch.cuda
-    cuda.current_stream = lambda *_: None
-    cuda.Stream = type("Stream", (), {"__init__": lambda *_, **__: None})
+    cuda.Stream = MagicMock
+    cuda.current_stream = cuda.Stream
+    cuda.stream = nullcontext
     cuda.synchronize = lambda *_: None
     cuda.current_device = lambda: torch.device("cpu")
     move = torch.Tensor.to
@@ -60,6 +65,13 @@ def _without_a_card() -> None:
         return tensor.clone() if on_card else move(tensor, *where, **named)
 
     torch.Tensor.to = to  # type: ignore[method-assign, assignment]
+    empty: Any = torch.empty
+
+    def allocated(*sizes: Any, device: Any = None, **named: Any) -> torch.Tensor:
+        made: torch.Tensor = empty(*sizes, device=None if device == CUDA else device, **named)
+        return made
+
+    torch.empty = allocated  # type: ignore[assignment]
     parallel: Any = import_module("vllm.distributed.parallel_state")
     with tempfile.NamedTemporaryFile() as store:
         parallel.init_distributed_environment(1, 0, f"file://{store.name}-store", 0, backend="gloo")
@@ -144,19 +156,31 @@ def _by_shm(config: Any, model: Any) -> Iterator[Any]:
 @contextmanager
 def _by_nccl(config: Any, model: Any) -> Iterator[Any]:
     theirs: Any = import_module("vllm.distributed.weight_transfer.nccl_engine")
-    device = torch.device("cpu")
-    engine = theirs.NCCLWeightTransferEngine(config.weight_transfer_config, config, device, model)
+    ours: Any = import_module("trainer.weight_sync.nccl_engine")
+    engine = ours.CheckedNcclEngine(config.weight_transfer_config, config, CUDA, model)
+    engine.packed_buffer_size_bytes = MESSAGE_BYTES
 
     def update(weights: Any) -> None:
-        sent = iter(weights)
-        engine.model_update_group = SimpleNamespace(
-            broadcast=lambda into, src, stream: into.copy_(next(sent)[1])
-        )
+        engine.model_update_group = _Communicator(weights)
         engine.start_weight_update()
         engine.receive_weights(theirs.NCCLWeightTransferUpdateInfo(**_described(weights)))
         engine.finish_weight_update()
 
     yield update
+
+
+class _Communicator:
+    """A worker's communicator, to which the trainer sends what vLLM's trainer packs."""
+
+    disabled = False
+
+    def __init__(self, weights: Any) -> None:
+        self.group = SimpleNamespace(store=SimpleNamespace(check=lambda _: False))
+        self._weights = iter(weights)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        pack: Any = import_module("vllm.distributed.weight_transfer.packed_tensor").pack_tensors
+        tensor.copy_(pack(self._weights, lambda each: each[1], MESSAGE_BYTES).packed_tensor)
 
 
 def _described(weights: Any) -> dict[str, Any]:

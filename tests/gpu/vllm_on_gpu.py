@@ -19,6 +19,23 @@ PUBLISHED = {
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """What the published `config.json` has, vLLM reads, and transformers has no default for."""
+
+
+def of_mimo(small: Any) -> dict[str, Any]:
+    """What vLLM reads in the published file of MiMo-V2-Flash. transformers has other settings for
+    the same, as far as they can differ from layer to layer."""
+    heads = ("num_attention_heads", "head_dim", "v_head_dim")
+    return {
+        "hybrid_layer_pattern": [int("sliding" in kind) for kind in small.layer_types],
+        "moe_layer_freq": [int(kind == "sparse") for kind in small.mlp_layer_types],
+        "add_swa_attention_sink_bias": True,
+        "layernorm_epsilon": small.rms_norm_eps,
+        "sliding_window_size": small.sliding_window,
+        "swa_num_key_value_heads": 2 * small.num_key_value_heads,  # as transformers has it
+        **{f"swa_{name}": getattr(small, name) for name in heads},
+    }
+
+
 TRAINED = tuple(each for each in ARCHITECTURES if not each.refused)
 
 
@@ -29,6 +46,8 @@ def written(architecture: Architecture, folder: Path, seed: int = 0) -> Any:
     for name, value in PUBLISHED.get(architecture.kind, {}).items():
         setattr(published.get_text_config(), name, value)
     settings = shrunk(published)
+    if architecture.kind == "mimo_v2_flash":
+        settings.update(of_mimo(settings))
     settings.dtype = "bfloat16"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(settings).to(torch.bfloat16)

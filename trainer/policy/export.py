@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from trainer.policy.loading import layer_of
+from trainer.errors import ConfigError
+from trainer.policy.loading import layer_of, names_in_source
 
 Read = Callable[[Tensor], Tensor]
 """Gives the whole tensor of a parameter or buffer, which may be sharded."""
@@ -47,7 +49,33 @@ def _reverted(model: Any, read: Read, translate: Translate | None) -> Iterator[N
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     for _, group in groupby(_merged(model, read), key=lambda each: layer_of(each[0])):
         named = dict(translate(*each) if translate else each for each in group)
-        yield from revert_weight_conversion(plain, named).items()
+        yield from _as_in_source(plain, named).items()
+
+
+def _as_in_source(plain: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers reverts names by their pattern, also where only other layers of the checkpoint
+    have the old name (OLMo Hybrid's norms): what the checkpoint has under the model's name keeps
+    it."""
+    reverted: dict[str, Tensor] = revert_weight_conversion(plain, named)
+    source = names_in_source(plain)
+    if not source or reverted.keys() <= source:
+        return reverted
+    same = {name: each for name, each in named.items() if name in source and name not in reverted}
+    rest = {name: each for name, each in named.items() if name not in same}
+    reverted = revert_weight_conversion(plain, rest)
+    return reverted | same
+
+
+def check_names(model: Any, path: Path) -> None:
+    """Raises ConfigError: a tensor would be sent to engines and exported under a name that the
+    checkpoint at `path` does not have."""
+    source = names_in_source(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    unknown = [name for name, _ in checkpoint_shapes(model) if source and name not in source]
+    if unknown:
+        raise ConfigError(
+            f"{path}: {len(unknown)} weights, such as {min(unknown)}, would get names that the "
+            "checkpoint does not have; write it again with transformers' save_pretrained"
+        )
 
 
 def _merged(model: Any, read: Read) -> Iterator[tuple[str, Tensor]]:

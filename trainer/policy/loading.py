@@ -87,7 +87,23 @@ def load_weights(
             f"{path}: {name} has the shape {list(found)}, but its config.json says "
             f"{list(expected)}; use a checkpoint whose config.json fits its weights"
         )
+    model._names_in_source = _names(path)
     return model
+
+
+def names_in_source(model: Any) -> frozenset[str]:
+    """The names of all tensors of the checkpoint that `load_weights` read; empty if it is not in
+    safetensors."""
+    names: frozenset[str] = getattr(model, "_names_in_source", frozenset())
+    return names
+
+
+def _names(path: Path) -> frozenset[str]:
+    names: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names.update(opened.keys())
+    return frozenset(names)
 
 
 @contextmanager

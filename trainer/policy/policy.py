@@ -28,7 +28,7 @@ from trainer.optimizer import OptimizerConfig, Stepper, Unread
 from trainer.packing import MicroBatch
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.compiled_layers import compile_layers
-from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
+from trainer.policy.export import check_names, checkpoint_shapes, checkpoint_tensors
 from trainer.policy.flops import multiplied_weights
 from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.model import blocks, context_tokens, load_model, pieces_problem, vocabulary
@@ -75,6 +75,8 @@ class Policy:
         self.device = torch.device(device)
         place = self.ranks.placing(DTYPES[config.compute_dtype])
         self.model: Any = load_model(config, trainable=optimizer is not None, place=place)
+        if optimizer is not None:
+            check_names(self.model, config.path)
         if weights_of is not None:
             share_frozen_weights(self.model, weights_of.model)
         if self.ranks.mesh is None:  # else each layer is moved when it is sharded

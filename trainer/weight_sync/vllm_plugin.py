@@ -1,8 +1,8 @@
 """Prepares every vLLM process for the trainer (entry point `vllm.general_plugins`): registers the
 weight-transfer backends `shm` and `gloo`, corrects how errors of several workers are read, makes
-workers report in which types they hold weights, names shared memory after the server's folder (so
-that it is removed with it), and makes a vLLM on CPU return routed experts and prefill the prompts
-of seeded requests in parts.
+workers report in which types they hold weights, loads OLMo Hybrid, names shared memory after the
+server's folder (so that it is removed with it), and makes a vLLM on CPU return routed experts and
+prefill the prompts of seeded requests in parts.
 
 With it, `--weight-transfer-config '{"backend": "shm"}'` makes a server take its weights from the
 trainer's shared memory. Importing this module costs nothing: an engine is loaded when it is used.
@@ -24,12 +24,22 @@ def register() -> None:
     from trainer.weight_sync import vllm_dtypes
 
     register_backends()
+    register_models()
     name_shared_memory(Path(os.environ.get("VLLM_RPC_BASE_PATH", "")))
     vllm_responses.install()
     vllm_dtypes.install()
     extra("trainer.extras.experts.cpu_routed_experts:install")()
     cpu_without_images.install()
     cpu_seeds.install()
+
+
+def register_models() -> None:
+    """In place of vLLM's own. A class is imported when a model of it is loaded."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.register_model(
+        "OlmoHybridForCausalLM", "trainer.extras.hybrids.vllm_olmo_hybrid:OlmoHybridForCausalLM"
+    )
 
 
 def name_shared_memory(folder: Path) -> None:

@@ -8,6 +8,7 @@ as `gate_proj`, was not updated, whatever names vLLM's loader says it has loaded
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,12 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 
 from trainer.weight_sync.segment import Named
 
+_COPIED = {
+    "GptOssForCausalLM": {"sinks", "w13_weight"},
+    "MiMoV2FlashForCausalLM": {"attention_sink_bias"},
+}
+"""vLLM's class → weights of the layers that its `load_weights` itself copies."""
+
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
@@ -39,6 +46,7 @@ class Reload:
         self._model, self._config, self._device = model, model_config, device
         self._loaded: set[str] = set()
         self._packed = _unpack_experts(model) if device.type == "cpu" else []
+        _name_loaders(model)
         initialize_layerwise_reload(model)
         self._direct = dict(_written_directly(model))
         for layer in self._direct.values():
@@ -127,6 +135,15 @@ class Reload:
         ]
 
 
+def _name_loaders(model: torch.nn.Module) -> None:
+    """vLLM 0.32's reload asks each weight's loader for its name (`layerwise.py`, line 143), which
+    those of MiniMax-M2's norms do not have (`rms_norm_tp.py`, line 301)."""
+    for weight in model.parameters():
+        loader: Any = getattr(weight, "weight_loader", None)
+        if isinstance(loader, partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+
+
 def _own_weights(layer: torch.nn.Module) -> list[torch.Tensor]:
     own = layer.named_parameters(recurse=False)
     return [weight for name, weight in own if name not in SKIP_TENSORS]
@@ -134,12 +151,10 @@ def _own_weights(layer: torch.nn.Module) -> list[torch.Tensor]:
 
 def _written_directly(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The layers into which the model's loader copies weights itself, past the parameters' loaders,
-    which are all that vLLM's reload counts: gpt-oss's experts and sinks. They need memory before
-    they are loaded."""
-    if type(model).__name__ != "GptOssForCausalLM":
-        return
+    which are all that vLLM's reload counts. They need memory before they are loaded."""
+    own = _COPIED.get(type(model).__name__, set())
     for name, layer in model.named_modules():
-        if {"sinks", "w13_weight"} & layer._parameters.keys():
+        if any(layer._parameters.get(each) is not None for each in own):
             yield name, layer
 
 

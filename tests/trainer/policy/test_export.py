@@ -8,13 +8,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
 from tests.trainer.policy.test_policy import make_policy, plain_logprobs
 from trainer.batch import Batch
 from trainer.checkpoint import _export, as_in_source, with_untrained
+from trainer.errors import ConfigError
+from trainer.policy import loading
 from trainer.policy.architecture import without_noise
+from trainer.policy.export import check_names, checkpoint_tensors
+from trainer.policy.loading import load_weights
 from trainer.policy.policy import Policy
 from trainer.policy.proof import _paths, randomize
 from trainer.policy.shrink import shrunk
@@ -50,6 +59,41 @@ def test_exported_tensors_are_those_of_the_source_checkpoint(
     assert exported.keys() == source.keys()
     for key, tensor in source.items():
         torch.testing.assert_close(exported[key], tensor, msg=key)
+
+
+@pytest.mark.parametrize("place", [None, lambda _: None], ids=["at once", "layer by layer"])
+@pytest.mark.parametrize("published", [True, False], ids=["published", "renamed"])
+def test_layers_that_the_checkpoint_names_as_the_model_does_keep_their_names(
+    tmp_path: Path, published: bool, place: Any
+) -> None:
+    """AI2's OLMo Hybrid has other names for the norms of linear layers only; transformers would
+    write them in all layers."""
+    others = {"attention_layer_norm": "input_layernorm"}
+    others["feedforward_layer_norm"] = "post_attention_layernorm"
+    source = {}
+    for name, tensor in saved(tmp_path, "olmo_hybrid").items():
+        if not published or ".layers.3." in name:  # the one with full attention
+            for written, own in others.items():
+                name = name.replace(written, own)
+        source[name] = tensor
+    save_file(source, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert published == ("model.layers.0.attention_layer_norm.weight" in source)
+    model = load_weights(tmp_path, AutoConfig.from_pretrained(tmp_path), torch.float32, place=place)
+    check_names(model, tmp_path)
+    exported = dict(checkpoint_tensors(model))
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in source.items())
+
+
+def test_names_that_the_checkpoint_does_not_have_are_refused_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, "qwen3")
+    others = frozenset({"model.norm.weight"})
+    monkeypatch.setattr(loading, "_names", lambda _: others)
+    why = r"24 weights, such as lm_head\.weight, would get names that the checkpoint does not have"
+    with pytest.raises(ConfigError, match=why):
+        make_policy(tmp_path)
 
 
 def test_merged_adapters_have_the_names_of_the_source_checkpoint(tmp_path: Path) -> None:
