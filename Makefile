@@ -32,6 +32,15 @@ HARBOR_PYTHON ?= $(call find_python,python3.12)
 NPM := $(shell command -v npm)
 # What only some tests need.
 INSTALL = $(BIN)/python -m benchmarks.install $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+# pip and uv read an index and certificates under names of their own.
+INDEX := $(or $(PIP_INDEX_URL),$(UV_DEFAULT_INDEX),$(UV_INDEX_URL))
+ifneq ($(INDEX),)
+export PIP_INDEX_URL ?= $(INDEX)
+export UV_DEFAULT_INDEX ?= $(INDEX)
+endif
+ifdef SSL_CERT_FILE
+export PIP_CERT ?= $(SSL_CERT_FILE)
+endif
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +55,18 @@ class Install:
         """Raises: subprocess.CalledProcessError, FileNotFoundError (a program that is missing)"""
         self.mark.parent.mkdir(parents=True, exist_ok=True)
         for command in self.commands:
-            subprocess.run(command, cwd=ROOT, check=True)
+            subprocess.run(command, cwd=ROOT, env=same_index(os.environ), check=True)
         self.mark.write_text(self.digest, "utf-8")
+
+
+def same_index(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which pip uses the index and the certificates that uv was told, and the
+    other way around."""
+    names = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
+    index = next((environment[name] for name in names if environment.get(name)), None)
+    same = {"PIP_INDEX_URL": index, "UV_DEFAULT_INDEX": index}
+    same["PIP_CERT"] = environment.get("SSL_CERT_FILE")
+    return {name: value for name, value in same.items() if value} | dict(environment)
 
 
 def python_of(version: str) -> str:

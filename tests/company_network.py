@@ -68,25 +68,26 @@ async def company_proxy(to_port: int) -> AsyncIterator[CompanyProxy]:
 
 
 class PrivateAuthority:
-    """A certificate authority that no public list has: `ca` is its certificate."""
+    """A certificate authority that no public list has: `ca` is its certificate, `pem` that of the
+    host, with its key."""
 
     def __init__(self, folder: Path, host: str = HOSTED) -> None:
         self.ca, key = folder / "company-ca.pem", folder / "company-ca.key"
-        self._pem, request = folder / "server.pem", folder / "server.csr"
+        self.pem, request = folder / "server.pem", folder / "server.csr"
         extension = folder / "server.ext"
         extension.write_text(f"subjectAltName=DNS:{host}\n")
         new = ("-newkey", "rsa:2048", "-nodes", "-subj")
         _openssl("req", "-x509", *new, "/CN=Company CA", "-keyout", key, "-out", self.ca)
-        _openssl("req", *new, f"/CN={host}", "-keyout", self._pem, "-out", request)
+        _openssl("req", *new, f"/CN={host}", "-keyout", self.pem, "-out", request)
         signing = ("-CA", self.ca, "-CAkey", key, "-CAcreateserial", "-extfile", extension)
         signed = _openssl("x509", "-req", "-in", request, *signing)
-        self._pem.write_text(self._pem.read_text() + signed)
+        self.pem.write_text(self.pem.read_text() + signed)
 
     @asynccontextmanager
     async def serving(self, app: web.Application) -> AsyncIterator[int]:
         """Serves the application by TLS on loopback; yields its port."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(self._pem)
+        context.load_cert_chain(self.pem)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()

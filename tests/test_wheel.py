@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +14,9 @@ from pathlib import Path
 import openai
 import pytest
 
+from benchmarks.install import npm, same_index
+from tests.needs import skip_or_fail
+from tests.private_index import private_index, private_registry
 from tests.proxy.checkpoint import write_checkpoint
 from tests.proxy.rendering.harmony import write_harmony_tokenizer
 
@@ -137,6 +140,53 @@ def test_programs_of_the_wheel_print_its_version(base: Path, program: str, wheel
     assert wheel.name.split("-")[1] in _run([str(base / program), "--version"], ROOT)
 
 
+def test_wheel_and_locks_are_installed_from_a_private_index_alone(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """With a password, by TLS of the company's own authority; nothing else can be reached."""
+    with private_index(tmp_path) as index:
+        own = index.environment | {"UV_CACHE_DIR": str(tmp_path / "cache")}
+        env = own | {"UV_DEFAULT_INDEX": index.url}
+        python = tmp_path / "env/bin/python"
+        _run([*UV, "venv", "-q", "--seed", str(tmp_path / "env")], tmp_path, env)
+        install = [*UV, "pip", "install", "-q", "--python", str(python)]
+        _run([*install, str(wheel)], tmp_path, env)
+        locked = ["--require-hashes", "--no-deps", "-r", str(ROOT / "docker/proxy.lock")]
+        _run([*install, *locked], tmp_path, env)
+        pip = own | {"PIP_INDEX_URL": index.url, "PIP_CERT": str(index.authority)}
+        again = ["install", "-q", "--no-deps", "--no-cache-dir", "--force-reinstall", "tenacity"]
+        before = len(index.files)
+        _run([str(python), "-m", "pip", *again], tmp_path, pip)
+        assert index.files[before].startswith("tenacity-")
+        public = [*install, "iniconfig"]
+        assert subprocess.run(public, env=own, capture_output=True, check=False).returncode
+    program = [str(python.with_name("agentic-proxy")), "--version"]
+    assert wheel.name.split("-")[1] in _run(program, tmp_path)
+
+
+@pytest.mark.parametrize("given", ["PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL"])
+def test_make_gives_pip_and_uv_the_same_index_and_authority(given: str) -> None:
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("PIP_", "UV_"))}
+    names = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "PIP_CERT")
+    show = "show: ; @echo " + " ".join(f"$${name}" for name in names)
+    index = "https://me:secret@packages.corp/simple"
+    given_here = {given: index, "SSL_CERT_FILE": "/ca.pem"}
+    expected = [index, index, "/ca.pem"]
+    assert _run(["make", "-s", "--eval", show, "show"], ROOT, kept | given_here).split() == expected
+    same = same_index(given_here)
+    assert [same[name] for name in names] == expected
+
+
+def test_npm_installs_from_a_private_registry(tmp_path: Path) -> None:
+    """What `make agents` and `benchmarks.install` run, with the registry that a company has set."""
+    if shutil.which("npm") is None:
+        skip_or_fail("npm is not on PATH")
+    with private_registry(tmp_path) as url:
+        env = {**os.environ, "npm_config_registry": url}
+        _run(npm(tmp_path / "installed", "tool@1.0.0"), tmp_path, env)
+    assert (tmp_path / "installed/node_modules/tool/package.json").is_file()
+
+
 @pytest.mark.long
 def test_wheel_with_the_cpu_extra_trains_a_new_project(wheel: Path, tmp_path: Path) -> None:
     programs = tmp_path / "env/bin"
@@ -166,9 +216,9 @@ def _installed(requirement: str, folder: Path) -> Path:
     return folder / "bin"
 
 
-def _run(argv: list[str], folder: Path) -> str:
+def _run(argv: list[str], folder: Path, environment: Mapping[str, str] = os.environ) -> str:
     """The output of a program that must succeed. It sees no package of this repository."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
     done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
