@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch, build_batch
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
-from trainer.policy.parallel import Ranks, Seat
-from trainer.policy.parallelism import Parallelism
+from trainer.policy.parallel import Ranks
+from trainer.policy.parallelism import Parallelism, Seat
 from trainer.policy.policy import Policy
 
 VOCABULARY = 1024

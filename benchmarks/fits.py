@@ -16,9 +16,10 @@ from typing import Any
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from trainer.cluster.device_plan import CONTEXT_BYTES, MARGIN_BYTES
-from trainer.optimizer import OptimizerConfig
-from trainer.policy.memory import GIB, RankMemory, rank_memory
+from trainer.optimizer_config import OptimizerConfig
+from trainer.policy.memory import rank_memory
 from trainer.policy.model_config import ModelConfig
+from trainer.policy.rank_memory import GIB, RankMemory
 
 MODELS: Mapping[str, Any] = MappingProxyType(
     {

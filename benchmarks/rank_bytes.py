@@ -29,7 +29,8 @@ from trainer.batch import Batch, build_batch
 from trainer.cluster.rank_models import models_of_rank
 from trainer.learning.learner import Learner
 from trainer.learning.models import follow
-from trainer.policy.parallel import Ranks, Seat
+from trainer.policy.parallel import Ranks
+from trainer.policy.parallelism import Seat
 from trainer.ranks_config import RanksConfig
 
 VOCABULARY = 1024

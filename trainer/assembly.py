@@ -44,7 +44,7 @@ from trainer.config import TrainerConfig
 from trainer.engine import check_platform
 from trainer.errors import ConfigError
 from trainer.learning.model_checks import check_models
-from trainer.optimizer import check_optimizer
+from trainer.optimizer_config import check_optimizer
 from trainer.run.folder import RunFolder
 from trainer.run.own_metrics import own_metrics
 from trainer.run.preflight import Preflight

@@ -13,7 +13,7 @@ from proxy.engines.vllm_server import VllmConfig
 from proxy.settings.section import Common, Section
 from trainer.algorithms import AlgorithmConfig
 from trainer.engine import EnginesConfig
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.parallelism import Parallelism
 

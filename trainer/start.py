@@ -35,7 +35,7 @@ from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.mains.registry import Parts, follow_rank_0, main_of
 from trainer.policy.model_config import ModelConfig
-from trainer.policy.parallel import Seat
+from trainer.policy.parallelism import Seat
 from trainer.policy.proof import whole_trees
 from trainer.ranks_config import RanksConfig
 from trainer.run.control import Ended, RunControl, StopRequested

@@ -38,7 +38,7 @@ from trainer.batch import Batch, build_batch
 from trainer.cluster.device_plan import fitted, gpus_here, plan_devices
 from trainer.learning.models import Models
 from trainer.learning.steps import update_policy
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.flops import training_flops, utilisation
 from trainer.policy.policy import Policy
 from trainer.ranks_config import RanksConfig

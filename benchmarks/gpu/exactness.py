@@ -38,13 +38,13 @@ from benchmarks.train.workloads import Workload, make_groups
 from proxy.run_files.files import read_jsonl
 from tests.trainer.policy.architectures import ARCHITECTURES
 from trainer.batch import Batch, build_batch
-from trainer.packing import pack
 from trainer.policy.architecture import without_noise
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.model_config import DTYPES
-from trainer.policy.proof import random_copy
+from trainer.policy.proof_on_copy import random_copy
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, VOCABULARY, number_of, shrunk
+from trainer.rows.packing import pack
 
 TOLERANCE = 3e-4
 """Of float32, in log-probabilities and relative to a gradient's largest element. Measured: 4e-5

@@ -34,7 +34,7 @@ from benchmarks.endings import reason
 from benchmarks.train import contestants
 from benchmarks.train.workloads import SESSIONS, WORKLOADS, Recorded, make_groups
 from trainer.batch import build_batch
-from trainer.prefix_tree import Forest, divide, lay_out
+from trainer.rows.prefix_tree import Forest, divide, lay_out
 
 MODELS = {
     # the quickstart's starter model

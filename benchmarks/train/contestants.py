@@ -21,7 +21,7 @@ from trainer.algorithms.correction import Correction
 from trainer.batch import Batch
 from trainer.learning.models import Models
 from trainer.learning.steps import update_policy
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 

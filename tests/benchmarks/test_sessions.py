@@ -12,7 +12,7 @@ from agent_loop.trajectory import flatten
 from benchmarks.train.capture import counted
 from benchmarks.train.workloads import SESSIONS, SESSIONS_FILE, Node, Recorded, make_groups
 from trainer.batch import Batch, build_batch
-from trainer.prefix_tree import Forest, divide
+from trainer.rows.prefix_tree import Forest, divide
 
 
 def path(ids: list[int], mask: list[int]) -> Trajectory:

@@ -20,7 +20,7 @@ from trainer.algorithms import AlgorithmConfig
 from trainer.errors import WeightSyncError
 from trainer.learning import steps
 from trainer.learning.models import Models, build_models, follow
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.weight_sync.control import EngineControl

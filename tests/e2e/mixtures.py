@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.pages import ROOT
-from trainer.policy.proof import randomize
+from trainer.policy.proof_on_copy import randomize
 
 STARTER = ROOT / "examples/quickstart/model"
 

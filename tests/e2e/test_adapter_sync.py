@@ -22,11 +22,11 @@ from proxy.routing.generation import Cause, Generation, Seam
 from proxy.routing.router import Router
 from tests.proxy.pushed import chunks_of, pieces_of
 from trainer.errors import WeightSyncError
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.adapter import adapter_arguments, adapter_config
 from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
-from trainer.policy.proof import randomize
+from trainer.policy.proof_on_copy import randomize
 from trainer.policy.shrink import shrunk
 from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl

@@ -36,7 +36,7 @@ from tests.proxy.extras.export.trees import a_session
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.correction import Correction
 from trainer.batch import build_batch
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 

@@ -29,7 +29,7 @@ from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.engines.vllm_server import VllmServer
 from proxy.http.server import app_runner
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl

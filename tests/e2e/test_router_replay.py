@@ -25,10 +25,10 @@ from tests.e2e.running_proxy import Running, running_proxy
 from tests.e2e.test_weight_sync import disturb
 from tests.pages import ROOT
 from trainer.batch import Batch, build_batch
-from trainer.optimizer import OptimizerConfig
-from trainer.packing import Layout
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
+from trainer.rows.packing import Layout
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.sync import WeightSync

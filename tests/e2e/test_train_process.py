@@ -27,7 +27,7 @@ from proxy.run_files.files import read_jsonl
 from tests.e2e.steady_agent import TURNS
 from tests.processes import assert_all_end, command_line, descendants, watched
 from trainer.checkpoint import Checkpoints
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.run.folder import RunFolder

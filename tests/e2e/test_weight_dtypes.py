@@ -22,7 +22,7 @@ from tests.e2e.test_weight_sync import (
     small_model,
 )
 from trainer.engine import Backend
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl

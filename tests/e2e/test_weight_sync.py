@@ -26,10 +26,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from trainer.errors import WeightSyncError
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
-from trainer.policy.proof import randomize
+from trainer.policy.proof_on_copy import randomize
 from trainer.policy.shrink import shrunk
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch

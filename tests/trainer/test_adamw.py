@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from trainer import optimizer as adamw
-from trainer.checkpoint import read_state, write_state
-from trainer.optimizer import OneByOneAdamW, OptimizerConfig, Stepper, rounded
+from trainer.optimizer import OneByOneAdamW, Stepper, rounded
+from trainer.optimizer_config import OptimizerConfig
+from trainer.run.state_folder import read_state, write_state
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 

@@ -31,8 +31,8 @@ from trainer.errors import TrainingError
 from trainer.extras.relay.published_weights import Publisher, described
 from trainer.learning.models import FreeCache, Models
 from trainer.learning.steps import update_policy
-from trainer.optimizer import GradientError, OptimizerConfig, Stepper
-from trainer.packing import Layout, MicroBatch
+from trainer.optimizer import GradientError, Stepper
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy import attention, mask
 from trainer.policy.critic import Critic
 from trainer.policy.mask import AttentionMask, block_mask
@@ -40,6 +40,7 @@ from trainer.policy.memory import rank_memory
 from trainer.policy.model_config import DTYPES, LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import CausalScorer, use_packed_rows
+from trainer.rows.packing import Layout, MicroBatch
 from trainer.weight_sync import segment
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import SegmentReader, SegmentWriter

@@ -14,19 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from trainer.checkpoint import (
-    FORMAT,
-    Checkpoints,
-    as_in_source,
-    check_whole,
-    read_metadata,
-    read_state,
-    write_state,
-)
+from trainer.checkpoint import FORMAT, Checkpoints, as_in_source
 from trainer.errors import CheckpointError
+from trainer.run.state_folder import StateError, check_whole, read_metadata, read_state, write_state
 
 STATE = {
     "model": {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)},
@@ -146,7 +138,7 @@ def test_metadata_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
     (tmp_path / "state" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"posix\.mkdir.*would run code"):
         check_whole(tmp_path / "state")
-    with pytest.raises(CheckpointException, match="would run code"):
+    with pytest.raises(StateError, match="would run code"):
         read_state({"model": {"a": torch.zeros(3, 4)}}, tmp_path / "state")
     assert not (tmp_path / "ran").exists()
 
@@ -154,7 +146,7 @@ def test_metadata_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
 def test_value_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="distributed is disabled"):
         save_distributed({"lr": Runs(tmp_path / "ran")}, checkpoint_id=tmp_path / "state")
-    with pytest.raises(CheckpointException, match="would run code"):
+    with pytest.raises(StateError, match="would run code"):
         read_state({"lr": 0.1}, tmp_path / "state")
     assert not (tmp_path / "ran").exists()
 

@@ -20,10 +20,10 @@ from trainer.algorithms.presets import PRESETS
 from trainer.batch import build_batch
 from trainer.learning import steps
 from trainer.learning.models import Models, build_models
-from trainer.optimizer import OptimizerConfig
-from trainer.packing import Layout, MicroBatch
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.scorer import last_hidden
+from trainer.rows.packing import Layout, MicroBatch
 
 ANSWER = 6
 PROMPT = (5, 6, 7)

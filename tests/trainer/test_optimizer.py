@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.optimizer import OptimizerConfig, Stepper
+from trainer.optimizer import Stepper
+from trainer.optimizer_config import OptimizerConfig
 
 
 def moved(gradient: float, **settings: float) -> tuple[dict[str, float], float]:

@@ -17,7 +17,7 @@ from tests.trainer.rollouts import group
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch, BatchPart, build_batch, joined, part_in_micro_batches
 from trainer.learning.models import Models, SaveState
-from trainer.packing import divide, lay_out
+from trainer.rows.packing import divide, lay_out
 
 
 def parts_of(batch: Batch, ranks: int, *, share_prefixes: bool = True) -> list[BatchPart]:

@@ -14,12 +14,13 @@ import torch
 import yaml
 
 from trainer import start
-from trainer.checkpoint import FORMAT, Saved, write_state
+from trainer.checkpoint import FORMAT, Saved
 from trainer.cli import main
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.extras import report
 from trainer.extras.mirror import CheckpointMirror
 from trainer.run.folder import RunFolder
+from trainer.run.state_folder import write_state
 from trainer.settings.sources import load
 from trainer.settings.values import Sources
 

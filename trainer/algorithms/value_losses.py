@@ -11,7 +11,7 @@ from torch.nn.functional import huber_loss
 
 from trainer.algorithms.part import Part
 from trainer.algorithms.policy_losses import PolicyLoss
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 
 
 class CriticOptimizerConfig(OptimizerConfig):

@@ -28,15 +28,8 @@ from proxy.engines.vllm_server import VllmConfig
 from trainer.cluster.ranks import ranks_here
 from trainer.engine import GPUS_OF_AN_ENGINE, HOST_TIER, EnginesConfig
 from trainer.errors import ConfigError
-from trainer.policy.memory import (
-    GIB,
-    RankMemory,
-    adapter_weights,
-    count_weights,
-    rank_memory,
-    recomputable,
-)
 from trainer.policy.model_config import context_limit, load_settings
+from trainer.policy.rank_memory import GIB, RankMemory
 from trainer.ranks_config import RanksConfig
 
 C = TypeVar("C", bound=RanksConfig)
@@ -341,6 +334,8 @@ def _planned(
         whole = placing(True)
     if whole.shared and not config.engine.sleep:
         return whole  # what a rank leaves is for the engine beside it
+    from trainer.policy.memory import recomputable
+
     counts = recomputable(load_settings(config.model.path))
     fewest = bisect_left(counts, True, key=fits)
     return placing(counts[fewest]) if fewest < len(counts) - 1 else whole
@@ -481,6 +476,8 @@ def _gpus_of_ranks(config: RanksConfig, gpus: Sequence[Gpu], local_ranks: int) -
 
 
 def _rank_memory(config: RanksConfig, settings: Any, gpu_bytes: int) -> RankMemory:
+    from trainer.policy.memory import rank_memory  # its passes load what computes layers
+
     algorithm, lora = config.algorithm, config.model.lora
     refers = algorithm.kl is not None and (algorithm.kl.reference is not None or lora is None)
     return rank_memory(
@@ -499,6 +496,8 @@ def _rank_memory(config: RanksConfig, settings: Any, gpu_bytes: int) -> RankMemo
 
 def _engine_memory(config: RanksConfig, settings: Any) -> EngineMemory:
     """Of an engine as `config.engine` describes it, with the adapters that it samples with."""
+    from trainer.policy.memory import adapter_weights, count_weights
+
     text, size = settings.get_text_config(), config.engine.tensor_parallel
     width = 4 if config.engine.served_dtype(config.model) == "float32" else 2
     if text.num_attention_heads % size:

@@ -19,7 +19,7 @@ import torch
 from proxy.machine.secrecy import hide_memory
 from trainer.cluster.rank_models import models_of_rank
 from trainer.learning.models import follow
-from trainer.policy.parallel import Seat
+from trainer.policy.parallelism import Seat
 from trainer.ranks_config import RanksConfig
 
 

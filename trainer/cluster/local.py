@@ -37,7 +37,7 @@ from trainer.errors import TrainerError
 from trainer.learning.learner import Learner
 from trainer.learning.models import Models
 from trainer.learning.policies import Learners
-from trainer.policy.parallel import Seat
+from trainer.policy.parallelism import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.control import RunControl, first_to_end
 from trainer.run.folder import RunFolder

@@ -6,7 +6,8 @@ import torch
 
 from trainer.cluster.ranks import device_of
 from trainer.learning.models import Models, build_models
-from trainer.policy.parallel import Ranks, Seat
+from trainer.policy.parallel import Ranks
+from trainer.policy.parallelism import Seat
 from trainer.policy.repeatable import make_repeatable
 from trainer.ranks_config import RanksConfig
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from trainer.errors import ConfigError
-from trainer.policy.parallel import Seat
+from trainer.policy.parallelism import Seat
 from trainer.ranks_config import RanksConfig
 
 

@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from proxy.settings.extra import extra
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch, BatchPart
-from trainer.checkpoint import read_state, write_state
 from trainer.learning.model_checks import (
     check_models,
 )
 from trainer.learning.teacher import EngineTeacher
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.adapter import RandomAdapter, adapter_config, save_adapter
 from trainer.policy.critic import Critic
 from trainer.policy.model_config import ModelConfig
@@ -35,6 +33,7 @@ from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy
 from trainer.policy.scores import Scores
 from trainer.policy.trainable import TrainablePolicy
+from trainer.run.state_folder import StateError, read_state, write_state
 from trainer.weight_sync.segment import Named
 
 T = TypeVar("T")
@@ -237,7 +236,7 @@ def follow(models: Models) -> None:
     """Executes each step that rank 0 sends, until `Finish`."""
     while not isinstance(step := models.policy.ranks.hear(), Finish):
         # If a save fails, it fails on every rank; rank 0 reports it.
-        with contextlib.suppress(CheckpointException):
+        with contextlib.suppress(StateError):
             step.on(models)
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from trainer.config import TrainerConfig
-from trainer.policy.parallel import Seat
+from trainer.policy.parallelism import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.control import Ended, RunControl
 from trainer.run.log import RunLog

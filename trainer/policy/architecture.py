@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+import transformers
 
 from trainer.errors import ConfigError
 
@@ -46,11 +46,21 @@ def check_settings(settings: Any, path: Path, key: str) -> None:
                 f"{key}: {path}: rope_type={rope['rope_type']} makes positions depend on the"
                 " longest sequence of a pass; use a model without it"
             )
-    if AutoModelForCausalLM._model_mapping.get(type(settings), None) is None:
+    if not _has_causal_model(settings):
         raise ConfigError(
             f"{key}: {path}: transformers has no causal language model of type"
             f" {settings.model_type}; use another model"
         )
+
+
+def _has_causal_model(settings: Any) -> bool:
+    """Whether transformers has a causal language model for these settings. The names of its
+    classes are known before any of them is loaded, which takes a second of processor time."""
+    names = {name for name in settings.architectures or () if name.endswith("ForCausalLM")}
+    if not names.isdisjoint(transformers.__all__):
+        return True
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    return mapping.get(type(settings), None) is not None
 
 
 def without_noise(settings: Any) -> Any:

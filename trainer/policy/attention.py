@@ -8,7 +8,8 @@ it; and for the run and all tokens that follow it. The results are merged by the
 Layers with a sliding window or with soft-capping are computed in blocks of queries instead. On CUDA
 the same layout becomes a block mask of FlexAttention (`flex.py`).
 
-The row of a piece of a tree has the keys and values of earlier pieces in front (`trainer.kept`).
+The row of a piece of a tree has the keys and values of earlier pieces in front
+(`trainer.rows.kept`).
 
 Shapes: `T` tokens of a micro-batch, `P` tokens of earlier pieces in front, `H` query heads, `D`
 head size.
@@ -26,12 +27,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from trainer.kept import Segment, with_past
-from trainer.packing import Layout, Run
 from trainer.policy.blocks import attend_by_blocks
 from trainer.policy.context_parallel import copied_heads, join_heads, own_heads, split_heads
 from trainer.policy.flex import flex_attend
 from trainer.policy.mask import AttentionMask
+from trainer.rows.kept import Segment, with_past
+from trainer.rows.packing import Layout, Run
 
 _WITHOUT_EFFECT = frozenset(("position_ids", "use_cache", "cache_position", "output_attentions"))
 """Arguments that models pass to every attention and that are ignored here, because the layout is

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trainer.packing import Layout
 from trainer.policy.mask import AttentionMask
+from trainer.rows.packing import Layout
 
 SMALLEST_BLOCK = 128
 """Queries of a block where the window is shorter: smaller products would not fill a core."""

@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from trainer.packing import Layout, MicroBatch
+from trainer.rows.packing import Layout, MicroBatch
 from trainer.transfers import sent
 
 

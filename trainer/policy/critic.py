@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from trainer.algorithms.token_loss import Metrics, ValueLossFunction
 from trainer.batch import Batch, BatchPart
 from trainer.errors import TrainingError
-from trainer.optimizer import OptimizerConfig, Stepper, Unread
-from trainer.packing import MicroBatch
+from trainer.optimizer import Stepper, Unread
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.context_parallel import of_whole
 from trainer.policy.late_metrics import LateMetrics
@@ -28,7 +28,8 @@ from trainer.policy.model_config import DTYPES, ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import pack_for, parts_for
 from trainer.policy.scorer import last_hidden
-from trainer.prefix_tree import in_reading_order
+from trainer.rows.packing import MicroBatch
+from trainer.rows.prefix_tree import in_reading_order
 
 
 class ValueModel(nn.Module):

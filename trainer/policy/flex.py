@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.functional import pad
 
-from trainer.kept import Segment, with_past
-from trainer.packing import Layout
 from trainer.policy.mask import BLOCK, AttentionMask, block_mask
+from trainer.rows.kept import Segment, with_past
+from trainer.rows.packing import Layout
 
 SHORTEST = 2 * BLOCK
 """Tokens of the shortest row that is compiled. The mask of a shorter one can have a single block, a

@@ -16,9 +16,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -64,7 +65,7 @@ def load_weights(
     with ExitStack() as stack:
         if place is not None:
             stack.enter_context(_layer_by_layer(place, prepare))
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             config=settings,
             dtype=dtype,

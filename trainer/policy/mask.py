@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.packing import Layout
+from trainer.rows.packing import Layout
 
 BLOCK = 128
 """Tokens of a block of FlexAttention's mask, its default."""

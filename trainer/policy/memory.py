@@ -12,33 +12,33 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from proxy.settings.extra import extra
-from trainer.kept import Kept, Piece
-from trainer.optimizer import OptimizerConfig
-from trainer.packing import Layout, MicroBatch
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.compiled_layers import KeptByGraphs
 from trainer.policy.context_parallel import ContextRanks
 from trainer.policy.delta_layers import has_delta_layers, has_fla
 from trainer.policy.model_config import DTYPES, ModelConfig, recompute
+from trainer.policy.rank_memory import RankMemory
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
 from trainer.policy.token_logprobs import LOGIT_COPIES, chunk_rows
+from trainer.rows.kept import Kept, Piece
+from trainer.rows.packing import Layout, MicroBatch
 
 _log = logging.getLogger(__name__)
 
-GIB = 2**30
 SAMPLED_TOKENS = 2048
 """Tokens of a rank with which a pass is executed; what longer ones keep follows from those and
 twice as many. A multiple of the stretches of `delta_rule`."""
@@ -46,71 +46,6 @@ KEPT_TOKENS = 512
 """Tokens with which `kept_per_token` executes a pass."""
 MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Bytes of optimizer state per trained weight."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Memory of one rank in bytes, by what it is for.
-
-    Example: RankMemory(weights=…, gradients=…, moments=…, gathered=0, passes=…).total
-    """
-
-    weights: int
-    """Weights, or this rank's shard of them, and frozen models."""
-    gradients: int
-    moments: int
-    """Optimizer state."""
-    gathered: int
-    """Weights of two layers and of the embeddings, which FSDP2 gathers while they compute."""
-    passes: int | None
-    """Activations of a forward and backward pass over the largest micro-batch; None: unknown,
-    because the shapes in the model's code depend on values."""
-    longest_prefix: int = 0
-    """Keys, values and states of a prefix as long as the longest sequence, which passes over a tree
-    in pieces hand on, and their gradients."""
-    prefix_room: int | None = None
-    """The most of it that is on the GPU, the rest in the machine's memory; None: all."""
-    piece: int = 0
-    """Activations of a pass over a piece of such a tree, which joins the prefix to its own keys and
-    values in each layer."""
-    lacks_fla: bool = False
-    """Whether the activations are more because fla, whose kernels the model's linear layers use on
-    a GPU, is not installed."""
-
-    @property
-    def resident(self) -> int:
-        """What stays between the steps."""
-        return self.weights + self.moments
-
-    @property
-    def total(self) -> int:
-        """The peak of a step, or the known part of it."""
-        passes = max(self.passes or 0, self.in_pieces)
-        return self.resident + self.gradients + self.gathered + passes
-
-    @property
-    def kept_prefix(self) -> int:
-        """What of the longest prefix is on the GPU."""
-        room = self.prefix_room
-        return self.longest_prefix if room is None else min(room, self.longest_prefix)
-
-    @property
-    def in_pieces(self) -> int:
-        """The most that a pass over a piece of a tree needs in place of `passes`: for a batch whose
-        sequences all share a prefix as long as the longest. 0: no tree is computed in pieces."""
-        return self.piece + self.kept_prefix if self.longest_prefix else 0
-
-    def parts(self) -> Mapping[str, int]:
-        """The parts that are not 0, by name."""
-        named = {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer": self.moments,
-            "gathered": self.gathered,
-            "activations": self.passes,
-            "prefixes": self.in_pieces - min(self.passes or 0, self.in_pieces),
-        }
-        return {name: size for name, size in named.items() if size is not None and size > 0}
 
 
 def rank_memory(
@@ -225,7 +160,7 @@ class _Settings:
 def _without_memory(given: _Settings) -> Any:
     """The model of these settings, whose weights have shapes only."""
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(given.settings))
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(given.settings))
         model.tie_weights()  # not done without initialisation
     return model
 
@@ -324,7 +259,9 @@ def _entered(settings: Any) -> float:
         getattr(layout, part)
     micro = MicroBatch(at * 0, at, layout, none, none)
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights(), torch.no_grad():
-        network = AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=torch.bfloat16)
+        network = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(settings), dtype=torch.bfloat16
+        )
         use_packed_rows(network)
         CausalScorer(network.eval(), torch.bfloat16)(micro, none, 1.0)
     return sum(counter.elements) / KEPT_TOKENS
@@ -438,7 +375,9 @@ def _saved(settings: Any, model: ModelConfig, micro: MicroBatch, kernels: bool) 
         bounds.append(len(kept))
 
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        network = AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=stored)
+        network = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(settings), dtype=stored
+        )
         use_packed_rows(network)
         if kernels and has_delta_layers(network):
             kernel = extra("trainer.extras.hybrids.delta_memory:KernelShapes")()

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer.policy.context_parallel import ContextRanks
-from trainer.policy.parallelism import Parallelism
+from trainer.policy.parallelism import Parallelism, Seat
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -37,21 +37,6 @@ always travel over gloo."""
 SILENCE = timedelta(days=30)
 """Maximum time that a rank waits for the next message; agents may take long. The end of a rank is
 noticed at once, because its connections close."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """The place of a process among those that train together.
-
-    Example: Seat(rank=1, size=2, rendezvous="file:///runs/a/ranks", local_rank=1)
-    """
-
-    rank: int
-    size: int
-    rendezvous: str
-    """Address at which the processes meet: an `init_method` of torch.distributed."""
-    local_rank: int
-    """Index of the process's GPU on its machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How the ranks of the trainer divide a micro-batch and the model among them."""
+"""The ranks of the trainer: the seat of each, and how they divide a micro-batch and the model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ DENSE, MIXTURES = ("llama", "mistral", "qwen2", "qwen3"), ("qwen3_moe",)
 """Kinds of models (`model_type`) that tests compare with one rank."""
 _HEADS = {"num_attention_heads": "attention heads", "linear_num_value_heads": "linear heads"}
 """Settings of `config.json` whose number of heads the ranks of a group divide among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of a process among those that train together.
+
+    Example: Seat(rank=1, size=2, rendezvous="file:///runs/a/ranks", local_rank=1)
+    """
+
+    rank: int
+    size: int
+    rendezvous: str
+    """Address at which the processes meet: an `init_method` of torch.distributed."""
+    local_rank: int
+    """Index of the process's GPU on its machine."""
 
 
 @dataclass(frozen=True, slots=True)

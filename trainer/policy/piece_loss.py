@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.token_loss import LossFunction, TokenLoss
-from trainer.kept import Piece
-from trainer.packing import MicroBatch
 from trainer.policy.scorer import Scored
+from trainer.rows.kept import Piece
+from trainer.rows.packing import MicroBatch
 from trainer.transfers import sent
 
 

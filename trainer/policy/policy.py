@@ -24,8 +24,8 @@ from proxy.settings.extra import extra
 from trainer.algorithms.token_loss import LossFunction, Metrics
 from trainer.batch import Batch, BatchPart, RowPlan, part_in_micro_batches
 from trainer.errors import TrainingError
-from trainer.optimizer import OptimizerConfig, Stepper, Unread
-from trainer.packing import MicroBatch
+from trainer.optimizer import Stepper, Unread
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.export import check_names, checkpoint_shapes, checkpoint_tensors
@@ -38,7 +38,8 @@ from trainer.policy.piece_loss import loss_of, note
 from trainer.policy.scorer import BalanceLoss, CausalScorer, Scored
 from trainer.policy.scores import Scores, collected
 from trainer.policy.trainable import TrainablePolicy
-from trainer.prefix_tree import divide, in_reading_order, lay_out
+from trainer.rows.packing import MicroBatch
+from trainer.rows.prefix_tree import divide, in_reading_order, lay_out
 from trainer.transfers import sent
 
 CPU_FILL_TOKENS = 4096
@@ -293,7 +294,7 @@ def pack_for(
     in_pieces: bool = False,
 ) -> list[MicroBatch]:
     """The micro-batches of a rank's part, or of a batch that is not divided yet. `in_pieces`: the
-    caller computes trees in pieces (`trainer.prefix_tree`)."""
+    caller computes trees in pieces (`trainer.rows.prefix_tree`)."""
     divided: Iterable[RowPlan] = batch.micro_batches
     if not batch.micro_batches or sequences is not None:
         divided = _divided(model, config, Ranks(), batch, sequences, in_pieces)

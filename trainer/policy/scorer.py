@@ -18,12 +18,12 @@ from torch.autograd.graph import save_on_cpu
 from transformers import AttentionInterface
 
 from proxy.settings.extra import extra
-from trainer.packing import MicroBatch
 from trainer.policy.attention import packed_attention
 from trainer.policy.compiled_layers import outside_graphs
 from trainer.policy.context_parallel import of_part, of_whole
 from trainer.policy.delta_layers import has_delta_layers
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
+from trainer.rows.packing import MicroBatch
 
 BalanceLoss = Callable[[Any, MicroBatch], Tensor]
 """The output of a decoder → the auxiliary loss of its routers, a scalar."""

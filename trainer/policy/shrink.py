@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 VOCABULARY = 128
@@ -116,7 +116,7 @@ def _cut(small: Any, depth: int) -> None:
 def layer_kinds(small: Any) -> list[tuple[Any, ...]]:
     """What the code of each layer depends on: its modules, and their settings except its index."""
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(small))
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(small))
     return [_kind(layer) for layer in model.get_decoder().layers]
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from trainer.algorithms.token_loss import LossFunction, Metrics
 from trainer.batch import Batch, BatchPart
 from trainer.optimizer import Stepper, Unread
-from trainer.packing import MicroBatch
 from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.scores import Scores
+from trainer.rows.packing import MicroBatch
 
 
 class Trainable(Protocol):

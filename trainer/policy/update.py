@@ -14,9 +14,9 @@ from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
 from trainer.errors import TrainingError
 from trainer.optimizer import GradientError
-from trainer.packing import MicroBatch
 from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.trainable import Trainable
+from trainer.rows.packing import MicroBatch
 
 Accumulate = Callable[[Sequence[MicroBatch]], LateMetrics]
 """Adds the gradients of micro-batches; returns their contributions to the metrics."""

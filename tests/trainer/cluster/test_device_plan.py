@@ -20,7 +20,7 @@ from trainer.cluster.local_engine import replica_server
 from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError
 from trainer.policy.model_config import load_settings
-from trainer.policy.parallel import Seat
+from trainer.policy.parallelism import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.folder import RunFolder
 

@@ -17,7 +17,7 @@ from trainer.batch import Batch
 from trainer.errors import ConfigError
 from trainer.learning import steps
 from trainer.learning.models import AdaptersOff, Models, build_models
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
 

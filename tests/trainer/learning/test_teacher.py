@@ -25,7 +25,7 @@ from trainer.errors import ConfigError, TrainingError
 from trainer.learning.model_checks import check_engine_tokens, check_models, have_same_tokens
 from trainer.learning.models import Models
 from trainer.learning.teacher import EngineTeacher
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy

@@ -26,7 +26,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 from triton.runtime.autotuner import Autotuner
 
 from trainer.extras.hybrids import delta_memory, delta_rule
-from trainer.packing import Layout
+from trainer.rows.packing import Layout
 
 HEADS, KEYS, VALUES = 2, 16, 32
 

@@ -20,7 +20,8 @@ from tests.proxy.token_tree.test_tree import Recorder
 from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
 from trainer.errors import ConfigError
 from trainer.policy.architecture import check_settings, without_noise
-from trainer.policy.proof import distances, prove
+from trainer.policy.proof import prove
+from trainer.policy.proof_on_copy import distances
 from trainer.policy.shrink import shrunk
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"

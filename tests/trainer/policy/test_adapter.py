@@ -25,7 +25,7 @@ from trainer.policy.adapter import (
     adapter_tensors,
     save_adapter,
 )
-from trainer.policy.proof import randomize
+from trainer.policy.proof_on_copy import randomize
 from trainer.policy.shrink import shrunk
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.probe import probe_batch

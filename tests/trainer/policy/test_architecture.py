@@ -11,10 +11,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.trainer.policy.test_policy import make_policy
 from trainer.errors import ConfigError
-from trainer.packing import Layout
 from trainer.policy.architecture import without_noise
 from trainer.policy.attention import packed_attention
 from trainer.policy.model_config import LoraSettings, load_settings
+from trainer.rows.packing import Layout
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,

@@ -10,7 +10,7 @@ import pytest
 from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
 from tests.trainer.policy.table import PAGE, reason
 from trainer.policy.architecture import without_noise
-from trainer.policy.proof import find_difference_of_pieces
+from trainer.policy.proof_on_copy import find_difference_of_pieces
 from trainer.policy.shrink import shrunk
 
 

@@ -14,11 +14,11 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from tests.trainer.rollouts import group
 from trainer.batch import build_batch
-from trainer.packing import Layout, pack
 from trainer.policy import blocks, mask
 from trainer.policy.attention import attend, attend_by_runs
 from trainer.policy.flex import flex_attend
 from trainer.policy.mask import AttentionMask
+from trainer.rows.packing import Layout, pack
 
 
 def layout_of(seed: int, *, share: bool) -> Layout:

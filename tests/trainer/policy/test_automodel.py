@@ -21,17 +21,17 @@ from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch, joined
-from trainer.checkpoint import read_state, write_state
 from trainer.extras.automodel.policy import AutomodelPolicy
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.architecture import without_noise
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.parallelism import Parallelism
 from trainer.policy.policy import Policy
-from trainer.policy.proof import random_copy
+from trainer.policy.proof_on_copy import random_copy
 from trainer.policy.shrink import shrunk
 from trainer.policy.trainable import TrainablePolicy
+from trainer.run.state_folder import read_state, write_state
 from trainer.weight_sync.probe import probe_batch
 
 pytestmark = needs(

@@ -24,7 +24,7 @@ from trainer.policy.compiled_layers import KeptByGraphs, compile_layers
 from trainer.policy.context_parallel import ContextRanks
 from trainer.policy.memory import _one_path, kept_per_token
 from trainer.policy.model_config import ModelConfig, recompute
-from trainer.policy.proof import randomize
+from trainer.policy.proof_on_copy import randomize
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, VOCABULARY, number_of, shrunk
 

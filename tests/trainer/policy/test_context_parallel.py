@@ -26,16 +26,16 @@ from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch, joined
 from trainer.errors import ConfigError
 from trainer.learning.model_checks import check_models
-from trainer.optimizer import OptimizerConfig
-from trainer.packing import Layout, MicroBatch
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.architecture import without_noise
 from trainer.policy.context_parallel import ContextRanks, SharedLayout, split_heads
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.parallelism import Parallelism
 from trainer.policy.policy import Policy
-from trainer.policy.proof import random_copy
+from trainer.policy.proof_on_copy import random_copy
 from trainer.policy.shrink import shrunk
+from trainer.rows.packing import Layout, MicroBatch
 
 TOLERANCE = 1e-12
 """Largest difference, relative to the largest element of a tensor, in float64."""

@@ -10,7 +10,7 @@ from tests.trainer.policy.test_policy import make_batch, make_policy
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.learning.models import Models
 from trainer.learning.steps import update_critic
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.model_config import ModelConfig
 

@@ -19,9 +19,9 @@ from tests.trainer.rollouts import group, rollout
 from trainer.batch import build_batch
 from trainer.extras.hybrids import delta_rule
 from trainer.extras.hybrids.delta_rule import tree_convolution, tree_delta_rule
-from trainer.packing import Layout, pack
-from trainer.policy import proof
+from trainer.policy import proof_on_copy
 from trainer.policy.shrink import shrunk
+from trainer.rows.packing import Layout, pack
 
 CHUNK = qwen3_5.torch_chunk_gated_delta_rule.__wrapped__
 RECURRENT = qwen3_5.torch_recurrent_gated_delta_rule.__wrapped__
@@ -107,7 +107,7 @@ def test_convolution_on_a_tree_equals_that_of_each_path(seed: int, share: bool, 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"])
 def test_hybrid_model_is_equal_packed_and_as_a_tree(kind: str) -> None:
-    assert proof.find_difference(shrunk(CONFIG_MAPPING[kind]())) is None
+    assert proof_on_copy.find_difference(shrunk(CONFIG_MAPPING[kind]())) is None
 
 
 @pytest.mark.parametrize("part", ["state", "window"])
@@ -130,7 +130,7 @@ def test_branch_that_does_not_continue_its_prefix_is_found(
         return real(*args, layout=flat(layout), **options)
 
     monkeypatch.setattr(delta_rule, name, empty)
-    found = proof.find_difference(shrunk(CONFIG_MAPPING["qwen3_5_text"]()))
+    found = proof_on_copy.find_difference(shrunk(CONFIG_MAPPING["qwen3_5_text"]()))
     assert found is not None
     assert found.startswith("layer 0 (linear_attention) differs")
     assert found.endswith("as a tree")

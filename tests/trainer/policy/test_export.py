@@ -25,7 +25,7 @@ from trainer.policy.architecture import without_noise
 from trainer.policy.export import check_names, checkpoint_tensors
 from trainer.policy.loading import load_weights
 from trainer.policy.policy import Policy
-from trainer.policy.proof import _paths, randomize
+from trainer.policy.proof_on_copy import _paths, randomize
 from trainer.policy.shrink import shrunk
 
 

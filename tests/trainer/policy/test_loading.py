@@ -19,7 +19,7 @@ from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.test_export import saved
 from tests.trainer.policy.test_policy import assert_described
 from trainer.errors import ConfigError
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.export import checkpoint_tensors
 from trainer.policy.loading import load_weights

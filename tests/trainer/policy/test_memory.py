@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig, Qwen3Config
 
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy import memory
-from trainer.policy.memory import RankMemory, count_weights, rank_memory
+from trainer.policy.memory import count_weights, rank_memory
 from trainer.policy.model_config import LoraSettings, ModelConfig
+from trainer.policy.rank_memory import RankMemory
 
 TOKENS = 1024
 SIZES = {
@@ -38,8 +39,9 @@ import json, sys
 from pathlib import Path
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from trainer.optimizer import OptimizerConfig, Stepper
-from trainer.packing import Layout, MicroBatch
+from trainer.optimizer import Stepper
+from trainer.optimizer_config import OptimizerConfig
+from trainer.rows.packing import Layout, MicroBatch
 from trainer.policy.model_config import DTYPES
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 

@@ -20,7 +20,7 @@ from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
 from trainer.learning import steps
 from trainer.learning.models import Finish, Models, build_models, follow
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.parallelism import Parallelism

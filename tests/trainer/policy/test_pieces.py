@@ -16,7 +16,8 @@ from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
 from trainer.learning.models import Models
 from trainer.learning.steps import compute_logprobs, update
-from trainer.optimizer import OptimizerConfig, Unread
+from trainer.optimizer import Unread
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy

@@ -23,12 +23,13 @@ from transformers import AutoModelForCausalLM
 from tests.trainer.rollouts import group
 from trainer.algorithms.token_loss import LossFunction, TokenLoss
 from trainer.batch import Batch, build_batch
-from trainer.checkpoint import read_state, write_state
 from trainer.errors import ConfigError, TrainingError
-from trainer.optimizer import OptimizerConfig, Stepper
+from trainer.optimizer import Stepper
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy import scorer
 from trainer.policy.model_config import LoraSettings, ModelConfig
 from trainer.policy.policy import Policy
+from trainer.run.state_folder import read_state, write_state
 
 
 def make_batch(seed: int, segments: int = 6) -> Batch:

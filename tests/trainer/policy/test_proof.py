@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from trainer.errors import ConfigError
-from trainer.policy import attention, proof
+from trainer.policy import attention, proof, proof_on_copy
 from trainer.policy.mask import AttentionMask
 from trainer.policy.shrink import WINDOW, shrunk
 
@@ -37,7 +37,7 @@ def nothing_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shrunk_copy_has_every_kind_of_layer(kind: str, kinds: list[bool]) -> None:
     """True: a layer of experts."""
     with torch.device("meta"):
-        model = proof.AutoModelForCausalLM.from_config(shrunk(settings(kind)))
+        model = AutoModelForCausalLM.from_config(shrunk(settings(kind)))
     layers = model.get_decoder().layers
     assert [hasattr(layer.mlp, "experts") for layer in layers] == kinds
     assert sum(p.numel() for p in model.parameters()) < 2_000_000
@@ -46,7 +46,7 @@ def test_shrunk_copy_has_every_kind_of_layer(kind: str, kinds: list[bool]) -> No
 @pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_next", "olmo_hybrid"])
 def test_shrunk_copy_of_linear_layers_is_small(kind: str) -> None:
     with torch.device("meta"):
-        model = proof.AutoModelForCausalLM.from_config(shrunk(settings(kind)))
+        model = AutoModelForCausalLM.from_config(shrunk(settings(kind)))
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
 
 
@@ -62,7 +62,7 @@ def test_shrunk_copy_keeps_window_layers_shares_and_formulas() -> None:
     "kind", ["qwen3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4", "minimax_m2"]
 )
 def test_architecture_is_equal_packed_and_as_a_tree(kind: str) -> None:
-    assert proof.find_difference(shrunk(settings(kind))) is None
+    assert proof_on_copy.find_difference(shrunk(settings(kind))) is None
 
 
 def test_layer_whose_window_is_not_computed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_layer_whose_window_is_not_computed_is_named(monkeypatch: pytest.MonkeyP
 
     real = attention.attend
     monkeypatch.setattr(attention, "attend", whole)
-    found = proof.find_difference(shrunk(settings("gemma3_text")))
+    found = proof_on_copy.find_difference(shrunk(settings("gemma3_text")))
     assert found is not None
     assert found.startswith("layer 0 (sliding_attention) differs from its own by")
     assert found.endswith("when it is computed packed")
@@ -91,7 +91,7 @@ def test_fault_that_only_trees_have_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     real = attention.attend
     monkeypatch.setattr(attention, "attend", flat)
-    found = proof.find_difference(shrunk(settings("qwen3")))
+    found = proof_on_copy.find_difference(shrunk(settings("qwen3")))
     assert found is not None
     assert found.startswith("layer 0")
     assert found.endswith("as a tree")
@@ -105,7 +105,7 @@ def test_wrong_gradient_is_found_where_the_forward_pass_is_right(
 
     real = attention.attend
     monkeypatch.setattr(attention, "attend", halved)
-    found = proof.find_difference(shrunk(settings("qwen3")))
+    found = proof_on_copy.find_difference(shrunk(settings("qwen3")))
     assert found is not None
     assert found.startswith("the gradient of model.")
     assert "when it is computed packed" in found
@@ -120,7 +120,7 @@ def test_proof_is_kept_until_the_configuration_changes(
         proven.append(small)
         return "layer 0 differs" if small.rms_norm_eps == 1.0 else None
 
-    monkeypatch.setattr(proof, "find_difference", find)
+    monkeypatch.setattr(proof_on_copy, "find_difference", find)
     for _ in range(2):
         proof.prove(settings("qwen3"), tmp_path)
     assert len(proven) == 1
@@ -136,5 +136,5 @@ def test_proof_does_not_change_the_random_numbers_of_the_run() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    proof.find_difference(shrunk(settings("qwen3")))
+    proof_on_copy.find_difference(shrunk(settings("qwen3")))
     assert torch.equal(torch.rand(2), expected)

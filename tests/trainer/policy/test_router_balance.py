@@ -18,12 +18,12 @@ from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch
 from trainer.errors import ConfigError
 from trainer.extras.experts.router_balance import check_balance
-from trainer.optimizer import OptimizerConfig
-from trainer.packing import pack
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
-from trainer.policy.proof import randomize
+from trainer.policy.proof_on_copy import randomize
 from trainer.policy.shrink import shrunk
+from trainer.rows.packing import pack
 
 COEFFICIENT = 0.5
 WITH_LOSS = (

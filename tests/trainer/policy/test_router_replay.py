@@ -24,11 +24,11 @@ from trainer.errors import ConfigError, TrainingError
 from trainer.extras.experts.router_replay import check_replay, replayed_share
 from trainer.extras.experts.routing_mismatch import routing_metrics
 from trainer.learning.models import Models
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import Policy
-from trainer.policy.proof import randomize
+from trainer.policy.proof_on_copy import randomize
 from trainer.policy.shrink import shrunk
 
 LAYERS, CHOSEN, EXPERTS = 2, 3, 8

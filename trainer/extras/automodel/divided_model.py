@@ -28,7 +28,6 @@ from trainer.errors import TrainingError
 from trainer.extras.automodel.divided_experts import divide_experts, own_tensor
 from trainer.extras.automodel.pipeline import Stages
 from trainer.extras.automodel.vocabulary_parallel import divided_logprobs
-from trainer.packing import MicroBatch
 from trainer.policy.architecture import check_model, without_noise
 from trainer.policy.export import Translate
 from trainer.policy.loading import load_weights
@@ -36,6 +35,7 @@ from trainer.policy.model_config import DTYPES, ModelConfig, load_settings
 from trainer.policy.parallel import Ranks
 from trainer.policy.proof import prove
 from trainer.policy.scorer import use_packed_rows
+from trainer.rows.packing import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

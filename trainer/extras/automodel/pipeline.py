@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from trainer.packing import MicroBatch
+from trainer.rows.packing import MicroBatch
 
 LossOf = Callable[[Tensor, MicroBatch], Tensor]
 """The loss of a micro-batch from its scores `[2, M]`: log-probabilities and entropies."""

@@ -26,14 +26,15 @@ from trainer.errors import TrainingError
 from trainer.extras.automodel.divided_experts import hf_tensor
 from trainer.extras.automodel.divided_model import Meshes, load_divided
 from trainer.extras.automodel.pipeline import LossOf, Pipeline
-from trainer.optimizer import OptimizerConfig, Stepper, Unread
-from trainer.packing import MicroBatch
+from trainer.optimizer import Stepper, Unread
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.export import checkpoint_shapes, checkpoint_tensors
 from trainer.policy.late_metrics import LateMetrics, summed
 from trainer.policy.model_config import DTYPES, ModelConfig
 from trainer.policy.parallel import Ranks
 from trainer.policy.policy import pack_for, parts_for, raise_not_finite
 from trainer.policy.scores import Scores
+from trainer.rows.packing import MicroBatch
 
 
 class AutomodelPolicy:

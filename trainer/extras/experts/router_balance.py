@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from trainer.errors import ConfigError
-from trainer.packing import MicroBatch
 from trainer.policy.context_parallel import all_tokens
 from trainer.policy.shrink import CHOSEN, EXPERTS, number_of, shrunk
+from trainer.rows.packing import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ and the last `W − 1` inputs of a causal convolution. Invariant: both states of
 the end of its own path's prefix. A branch begins with the states at the end of the prefix that it
 shares, and the gradients of all branches flow back into it, so that a tree equals its paths.
 
-Of a tree in pieces (`trainer.kept`), a piece keeps its states where later pieces begin a branch:
-the recurrent state, and the inputs of the convolution that a window there can reach.
+Of a tree in pieces (`trainer.rows.kept`), a piece keeps its states where later pieces begin a
+branch: the recurrent state, and the inputs of the convolution that a window there can reach.
 
 Shapes: `T` tokens of a micro-batch, `P` tokens of earlier pieces in front, `C` channels, `W` width
 of the convolution, `H` heads, `K` and `V` head sizes of keys and values, `R` runs of a level.
@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.activations import ACT2FN
 
-from trainer.kept import Piece, read, tied
-from trainer.packing import Layout
 from trainer.policy.compiled_layers import outside_graphs
 from trainer.policy.context_parallel import join_heads, own_heads, split_heads
 from trainer.policy.delta_layers import CONVOLUTION, RULE, delta_layers, has_fla
+from trainer.rows.kept import Piece, read, tied
+from trainer.rows.packing import Layout
 
 STRETCH_TOKENS = 1024
 """A multiple of the 64 tokens of a chunk of transformers' rule, whose backward pass makes a tensor

@@ -28,7 +28,7 @@ from trainer.extras.relay.worker_process import WorkerCommand
 from trainer.learning.learner import Learner
 from trainer.learning.models import Models, follow
 from trainer.learning.policies import Learners
-from trainer.policy.parallel import Seat
+from trainer.policy.parallelism import Seat
 from trainer.ranks_config import RanksConfig
 
 T = TypeVar("T")

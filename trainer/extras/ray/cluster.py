@@ -51,7 +51,7 @@ from trainer.extras.ray.replica import PartActor, RayReplica
 from trainer.extras.ray.worker import RayWorker
 from trainer.extras.relay.config import RelaySection, RelayWorkersConfig
 from trainer.extras.relay.order import WorkerOrder
-from trainer.policy.parallel import Seat
+from trainer.policy.parallelism import Seat
 from trainer.run.control import RunControl, first_to_end
 from trainer.run.folder import RunFolder
 

@@ -19,7 +19,7 @@ from trainer.extras.sft.config import SftConfig
 from trainer.extras.sft.demonstrations import Demonstration, read_demonstrations
 from trainer.extras.sft.fit import SftFit
 from trainer.extras.sft.schedule import Schedule, split
-from trainer.optimizer import check_optimizer
+from trainer.optimizer_config import check_optimizer
 from trainer.policy.model_config import context_limit, load_settings
 from trainer.run.control import Ended, RunControl
 from trainer.run.log import RunLog

@@ -86,7 +86,7 @@ def test_no_policy_gradient_is_computed_of_text_that_the_policy_did_not_sample(
 
 
 def test_common_prefix_of_different_sessions_is_computed_once(tiny_model: Path) -> None:
-    from trainer.packing import pack
+    from trainer.rows.packing import pack
 
     rendering = rendering_of(tiny_model)
     each = [demonstration(sample_of(f"{n}", text_turns(f"{n}", n)), rendering) for n in range(4)]

@@ -23,7 +23,7 @@ from trainer.extras.sft.demonstrations import demonstration
 from trainer.extras.sft.fit import batch_of
 from trainer.learning.models import Models
 from trainer.learning.steps import imitate
-from trainer.optimizer import OptimizerConfig
+from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from proxy.records import Ids
 from trainer.batch import Batch, RowPlan, Unit
-from trainer.kept import Piece
+from trainer.rows.kept import Piece
 from trainer.transfers import sent
 
 Counts = npt.NDArray[np.int64]

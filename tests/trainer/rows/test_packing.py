@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.rollouts import group
 from trainer.batch import Batch, build_batch
-from trainer.packing import common_prefix, cut, pack
+from trainer.rows.packing import common_prefix, cut, pack
 
 
 def make_batch(seed: int, groups: int = 3, size: int = 5, segments: int = 4) -> Batch:

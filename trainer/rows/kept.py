@@ -1,10 +1,10 @@
 """What the passes over a tree of prefixes hand on: keys, values and states of earlier pieces.
 
-A tree that does not fit into one micro-batch is computed in pieces (`trainer.prefix_tree`). The
-tokens of a piece attend to those of earlier pieces on their paths, whose keys and values are kept
-per layer. Invariant: what is kept has no graph. A piece that reads it adds the gradient to a buffer
-beside it, and the piece that made it adds the buffer to the gradient of its own keys and values
-when it is computed for its backward pass, after all pieces that read it. So the sum of the
+A tree that does not fit into one micro-batch is computed in pieces (`trainer.rows.prefix_tree`).
+The tokens of a piece attend to those of earlier pieces on their paths, whose keys and values are
+kept per layer. Invariant: what is kept has no graph. A piece that reads it adds the gradient to a
+buffer beside it, and the piece that made it adds the buffer to the gradient of its own keys and
+values when it is computed for its backward pass, after all pieces that read it. So the sum of the
 gradients is that of one pass over the whole tree.
 
 Buffers are float32, whatever the type of the keys: a prefix that a hundred passes read gets a

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from tests.trainer.rollouts import group
 from trainer.batch import Batch, build_batch
-from trainer.packing import MicroBatch
-from trainer.prefix_tree import Forest, divide, in_reading_order, lay_out
+from trainer.rows.packing import MicroBatch
+from trainer.rows.prefix_tree import Forest, divide, in_reading_order, lay_out
 
 
 def make_batch(seed: int, groups: int = 3, size: int = 5, segments: int = 4) -> Batch:

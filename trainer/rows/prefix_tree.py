@@ -1,7 +1,7 @@
 """Divides a batch into micro-batches that compute a shared prefix once, however long it is.
 
-`trainer.packing` shares a prefix within a micro-batch. Where that repeats tokens, the sequences of
-all groups become one radix tree, whose tokens stand in depth-first order:
+`trainer.rows.packing` shares a prefix within a micro-batch. Where that repeats tokens, the
+sequences of all groups become one radix tree, whose tokens stand in depth-first order:
 
     order    0 …… 18,899 | 0 …… 299 | 0 …… 299 | …     a prefix, and what each of 8 trials adds
     pieces   ──────┤├─────────────────────────────
@@ -10,7 +10,7 @@ Any interval of this order is a piece that one pass can compute: what its tokens
 of it is one path, that of its first token, and all of this path stands before it. A piece whose
 tokens later ones attend to (an inner piece) has two passes: the first computes only these tokens
 and keeps their keys and values, and the second, after all pieces that read them, computes all of
-its tokens with their gradients (`trainer.kept`). Others have one.
+its tokens with their gradients (`trainer.rows.kept`). Others have one.
 
 Invariant: each token of the tree is computed exactly once with its gradient, in a pass of at most
 `max_tokens`. Loss and gradient are those of the sequences one by one.
@@ -30,10 +30,10 @@ import numpy.typing as npt
 import torch
 
 from trainer.batch import Batch, PiecePlan, RowPlan, Unit
-from trainer.kept import Kept, Piece
-from trainer.packing import Layout, MicroBatch, common_prefix
-from trainer.packing import divide as divide_whole
-from trainer.packing import lay_out as lay_out_whole
+from trainer.rows.kept import Kept, Piece
+from trainer.rows.packing import Layout, MicroBatch, common_prefix
+from trainer.rows.packing import divide as divide_whole
+from trainer.rows.packing import lay_out as lay_out_whole
 
 Counts = npt.NDArray[np.int64]
 
@@ -59,9 +59,9 @@ def divide(
     sequences: Iterable[int] | None = None,
     multiple_of: int = 1,
 ) -> list[RowPlan]:
-    """As `trainer.packing.divide`, and with `in_pieces` a tree in pieces if that computes fewer
-    tokens. The rows of rank `r` of `multiple_of` are every `multiple_of`-th from `r` on; those of
-    all ranks are passes of the same kinds in the same order."""
+    """As `trainer.rows.packing.divide`, and with `in_pieces` a tree in pieces if that computes
+    fewer tokens. The rows of rank `r` of `multiple_of` are every `multiple_of`-th from `r` on;
+    those of all ranks are passes of the same kinds in the same order."""
     chosen = range(len(batch.sequences)) if sequences is None else list(sequences)
     whole = divide_whole(
         batch,

@@ -1,0 +1,49 @@
+"""Section `optimizer`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from proxy.settings.section import Common
+from trainer.errors import ConfigError
+
+
+class OptimizerConfig(BaseModel):
+    """Section `optimizer`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """Name of the optimizer; `adamw_8bit` needs bitsandbytes (extra `gpu`) and one rank."""
+    lr: Common[float] = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the running means of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0)
+    """Constant that is added to the root of the squared gradient's mean to avoid division by 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decay rate of the weights; applied to matrices only, not to norms and biases."""
+    schedule: Common[Literal["constant", "linear", "cosine"]] = "constant"
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` reach `min_lr_ratio` at
+    the last step."""
+    warmup_steps: Common[int] = Field(0, ge=0)
+    """Number of steps over which the learning rate rises linearly from 0."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Final learning rate divided by the peak, for `linear` and `cosine`."""
+    offload: Common[bool] = False
+    """Keep the moments in the machine's memory. Those of one weight after another move to the GPU
+    for the step and back, which takes about 16 bytes of traffic per weight and step."""
+    max_grad_norm: Common[float] = Field(1.0, gt=0)
+    """Maximum global norm of the gradient; a larger gradient is scaled down to it."""
+
+
+def check_optimizer(config: OptimizerConfig, key: str = "optimizer") -> None:
+    """Raises ConfigError if a library is missing. `key`: where the section is."""
+    if config.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"{key}.name=adamw_8bit needs the package bitsandbytes; install it "
+            "(`pip install bitsandbytes`), or use adamw"
+        )
