@@ -23,7 +23,7 @@ ENVIRONMENT = Path(".cache/gpu")
 PYTHON = ENVIRONMENT / "bin" / "python"
 TITLES = [each.title for each in ARCHITECTURES if not each.refused]
 MINUTES = 15
-TRANSPORTS = ("shm", "nccl")
+TRANSPORTS = ("shm", "gloo", "nccl")
 
 pytestmark = pytest.mark.slow
 

@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -154,6 +155,26 @@ def _by_shm(config: Any, model: Any) -> Iterator[Any]:
 
 
 @contextmanager
+def _by_gloo(config: Any, model: Any) -> Iterator[Any]:
+    """What has arrived is loaded as on a card; how it arrives is the same on a CPU."""
+    ours: Any = import_module("trainer.extras.gloo.engine")
+    group: Any = import_module("trainer.extras.gloo.group")
+    engine = ours.GlooEngine(config.weight_transfer_config, config, CUDA, model)
+
+    def update(weights: Any) -> None:
+        staged, reason = engine._loaded(group.ReceivedWeights(weights, "digest"))
+        assert "no memory for a second model" in reason
+        engine._staged = Future[Any]()
+        engine._staged.set_result(staged)
+        engine.start_weight_update()
+        engine.receive_weights(ours.GlooUpdate("digest"))
+        engine.finish_weight_update()
+
+    yield update
+    engine.shutdown()
+
+
+@contextmanager
 def _by_nccl(config: Any, model: Any) -> Iterator[Any]:
     theirs: Any = import_module("vllm.distributed.weight_transfer.nccl_engine")
     ours: Any = import_module("trainer.weight_sync.nccl_engine")
@@ -191,7 +212,7 @@ def _described(weights: Any) -> dict[str, Any]:
     }
 
 
-TRANSPORTS = {"shm": _by_shm, "nccl": _by_nccl}
+TRANSPORTS = {"shm": _by_shm, "gloo": _by_gloo, "nccl": _by_nccl}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), *sys.argv[2:])
