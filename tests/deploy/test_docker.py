@@ -248,6 +248,15 @@ def test_lock_has_every_dependency_of_the_package(lock: str, extras: Sequence[st
     assert not missing, "make locks"
 
 
+def test_triton_can_load_what_it_compiles_from_the_trainers_temporary_folder() -> None:
+    """Docker mounts a tmpfs noexec, and HOME, where Triton's cache is, is /tmp in the image."""
+    path = ROOT / "docker/trainer.Dockerfile"
+    homes = [rest for name, rest in instructions(path) if name == "ENV" and "HOME=/tmp" in rest]
+    assert len(homes) == 1
+    given = re.findall(r"--tmpfs (/tmp\S*)", path.read_text())
+    assert given == ["/tmp:exec"]
+
+
 def test_documented_command_of_the_trainer_image_is_a_run_that_writes_to_its_volume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
