@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from proxy.errors import ProxyError
 from proxy.records import BranchMode, Turn, TurnStatus
 
 MAX_UNKNOWN_NAMES = 100
+
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+"""Upper bounds of the buckets of times."""
+Reading = Callable[[], Iterable[tuple[Sequence[str], float]]]
+"""Label values and the value, of each sample that there is now."""
 
 
 class Metrics:
@@ -23,6 +32,14 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._turns = self.counter("turns", "Turns recorded", "status")
+        self._call_s = _Times("agentic_proxy_call_seconds", "Time of a recorded turn, to its end")
+        self._first_token_s = _Times(
+            "agentic_proxy_first_token_seconds", "Time to the first token of a recorded turn"
+        )
+        for times in (self._call_s, self._first_token_s):
+            self._registry.register(times)
+        self._maxima: set[str] = set()
+        """Gauges of what all processes of a proxy know alike: they are not added up."""
         self._forks = self.counter("forks", "Turns that forked, by cause", "cause")
         self._prompt = self.counter("prompt_tokens", "Prompt tokens", "part")
         self._sampled = self.counter("sampled_tokens", "Sampled tokens")
@@ -90,15 +107,15 @@ class Metrics:
         """A new gauge, `agentic_proxy_NAME`, with the value of this moment."""
         Gauge(f"agentic_proxy_{name}", words, registry=self._registry).set_function(value)
 
-    def states(
-        self,
-        name: str,
-        words: str,
-        labels: Sequence[str],
-        read: Callable[[], Iterable[Sequence[str]]],
+    def gauges(
+        self, name: str, words: str, labels: Sequence[str], read: Reading, *, shared: bool
     ) -> None:
-        """A new gauge, `agentic_proxy_NAME`, which is 1 for each row of labels that holds now."""
-        self._registry.register(_States(f"agentic_proxy_{name}", words, labels, read))
+        """A new gauge, `agentic_proxy_NAME`, with what is read when it is asked. `shared`: all
+        processes of the proxy read the same, of which one counts; else they are added up."""
+        full = f"agentic_proxy_{name}"
+        self._registry.register(_Gauges(full, words, labels, read))
+        if shared:
+            self._maxima.add(full)
 
     def histogram(self, name: str, words: str, buckets: Sequence[float], *labels: str) -> Histogram:
         """A new histogram, `agentic_proxy_NAME`."""
@@ -114,6 +131,10 @@ class Metrics:
         uncounted[self._prompt, "shared"] += turn.shared_tokens
         uncounted[self._prompt, "new"] += len(turn.prompt_ids)
         uncounted[self._sampled, ""] += len(turn.sampled_ids)
+        if turn.duration_s is not None:
+            self._call_s.observe(turn.duration_s)
+        if turn.first_token_s is not None:
+            self._first_token_s.observe(turn.first_token_s)
 
     def refused(self, dialect: str, error: ProxyError) -> None:
         self._refused.labels(dialect, str(error.status)).inc()
@@ -155,19 +176,32 @@ class Metrics:
             (counter.labels(label) if label else counter).inc(count)
         self._uncounted.clear()
         own = generate_latest(self._registry)
-        return generate_latest(_Sum([own, *others])) if others else own
+        return generate_latest(_Sum([own, *others], self._maxima)) if others else own
 
 
-class _States(Collector):
-    """What holds when it is asked."""
+class _Times(Collector):
+    """A histogram for the way of every call: `prometheus_client`'s takes a lock for each bucket."""
 
-    def __init__(
-        self,
-        name: str,
-        words: str,
-        labels: Sequence[str],
-        read: Callable[[], Iterable[Sequence[str]]],
-    ) -> None:
+    def __init__(self, name: str, words: str) -> None:
+        self._family = name, words
+        self._counts = [0] * (len(SECONDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(*self._family)
+        bounds = [*map(floatToGoString, SECONDS), "+Inf"]
+        family.add_metric([], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        return [family]
+
+
+class _Gauges(Collector):
+    """What is read when it is asked."""
+
+    def __init__(self, name: str, words: str, labels: Sequence[str], read: Reading) -> None:
         self._family = name, words, labels
         self._read = read
 
@@ -178,16 +212,17 @@ class _States(Collector):
     def collect(self) -> Iterable[Metric]:
         name, words, labels = self._family
         family = GaugeMetricFamily(name, words, labels=labels)
-        for row in self._read():
-            family.add_metric(row, 1.0)
+        for row, value in self._read():
+            family.add_metric(row, value)
         return [family]
 
 
 class _Sum(Collector):
-    """The sum of several expositions, sample by sample."""
+    """The sum of several expositions, sample by sample; of `maxima`, the largest."""
 
-    def __init__(self, expositions: Sequence[bytes]) -> None:
+    def __init__(self, expositions: Sequence[bytes], maxima: Set[str]) -> None:
         self._expositions = expositions
+        self._maxima = maxima
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
@@ -200,7 +235,11 @@ class _Sum(Collector):
                 known = values.setdefault(family.name, {})
                 for sample in family.samples:
                     key = (sample.name, tuple(sorted(sample.labels.items())))
-                    known[key] = known.get(key, 0.0) + sample.value
+                    others = known.get(key, 0.0)
+                    if family.name in self._maxima:
+                        known[key] = max(others, sample.value)
+                    else:
+                        known[key] = others + sample.value
         for name, family in families.items():
             family.samples = [
                 Sample(sample, dict(labels), value)

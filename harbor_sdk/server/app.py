@@ -9,6 +9,7 @@
     GET    /api/v1/runs/{id}/events      SSE; Last-Event-ID continues
     GET    /api/v1/runs/{id}/logs        the trial's log; ?tail_bytes=
     GET    /api/v1/runs/{id}/artifacts   names and sizes; …/artifacts/{path}: one file
+    GET    /metrics                      Prometheus' text format
     GET    /health
 
 Invariant: every route except /health needs the token (`guard.py`); errors are
@@ -68,6 +69,7 @@ def build_app(config: ServerConfig, run_trial: RunTrial) -> web.Application:
     app.cleanup_ctx.append(lambda app: _open_runs(app, run_trial))
     routes = {
         "GET /health": _health,
+        "GET /metrics": _metrics,
         "POST /api/v1/runs": _submit,
         "GET /api/v1/runs": _list,
         "GET /api/v1/runs/{run_id}": _get,
@@ -122,6 +124,16 @@ async def _no_route(request: web.Request) -> web.Response:
 async def _health(request: web.Request) -> web.Response:
     runs = request.app[_RUNS]
     return web.json_response({"status": "ok", "queued": runs.queued, "running": runs.running})
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    counts = await request.app[_RUNS].counts()
+    lines = [
+        "# HELP agentic_harbor_runs Runs that the server keeps, by status",
+        "# TYPE agentic_harbor_runs gauge",
+        *(f'agentic_harbor_runs{{status="{each}"}} {counts.get(each, 0)}' for each in RunStatus),
+    ]
+    return web.Response(text="\n".join([*lines, ""]), content_type="text/plain")
 
 
 async def _submit(request: web.Request) -> web.StreamResponse:

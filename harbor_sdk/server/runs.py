@@ -71,6 +71,10 @@ class Runs:
     def running(self) -> int:
         return len(self._live) - self.queued
 
+    async def counts(self) -> dict[str, int]:
+        """The number of kept runs by their status."""
+        return await self._table.counts()
+
     async def open(self) -> None:
         """Continues the runs of the previous server: queued runs are queued again, and running ones
         are marked as lost. Files of submissions that it had not accepted are removed."""

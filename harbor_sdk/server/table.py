@@ -149,6 +149,11 @@ class RunTable:
             for run, request, task_dir in rows
         ]
 
+    async def counts(self) -> dict[str, int]:
+        """The number of runs in the table by their status."""
+        sql = "SELECT status, count(*) FROM runs GROUP BY status"
+        return dict(await self._do(lambda db: db.execute(sql).fetchall()))
+
     async def run_ids(self) -> set[str]:
         rows = await self._do(lambda db: db.execute("SELECT run_id FROM runs").fetchall())
         return {row[0] for row in rows}

@@ -4,11 +4,14 @@ The data are the files of `examples/agents`, by which agents are also trained; t
 them. Of such a file, `remote_agent.command.env` has the variables, and `run` has what a command
 line of the user's own needs in addition:
 
-    run: {flags: [-c, …], env: {…}}    flags are inserted after the program's name
+    run: {flags: [-c, …], env: {…}, files: {NAME: text}}
+                                       flags are inserted after the program's name; `files` are
+                                       written into `{directory}`
+    run: {program: pi}                 its name, where `argv` begins with a shell
     run: {own: {flags: […], env: {…}, files: {NAME: text}}}
                                        for an agent that reaches the proxy in the user's own home,
-                                       with the user's settings: all that it gets. `files` are
-                                       written into `{directory}`; null removes a variable
+                                       with the user's settings: all that it gets; null removes a
+                                       variable
 
 Placeholders as in training: `{base_url}`, `{api_key}`, `{model}`, `{directory}`; also
 `{anthropic_base_url}`.
@@ -35,6 +38,8 @@ FOLDER = (_INSTALLED if _INSTALLED.is_dir() else _PACKAGES / "examples") / "agen
 
 MODEL = "policy"
 """The model name that agents are given. The proxy accepts any name."""
+SHELLS = ("sh", "unshare")
+"""Programs that start an agent in an example, and are not the agent's own."""
 FOREIGN = (
     "ANTHROPIC_AUTH_TOKEN",
     "CLAUDE_CODE_OAUTH_TOKEN",
@@ -55,7 +60,7 @@ class AgentProgram:
 
     name: str
     program: str
-    """The program's file name."""
+    """The program's file name; empty: a shell starts it."""
     flags: Sequence[str] = ()
     env: Mapping[str, str | None] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
@@ -156,9 +161,10 @@ def _read(file: Path) -> AgentProgram:
     loaded: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     command, run = loaded["remote_agent"]["command"], loaded.get("run", {})
     env = {**command.get("env", {}), **run.get("env", {})}
-    name, program = file.stem.replace("_", "-"), Path(command["argv"][0]).name
+    name, first = file.stem.replace("_", "-"), Path(command["argv"][0]).name
+    program = run.get("program", "" if first in SHELLS else first)
     own = AgentProgram(name, program, **run["own"]) if "own" in run else None
-    return AgentProgram(name, program, run.get("flags", ()), env, own=own)
+    return AgentProgram(name, program, run.get("flags", ()), env, run.get("files", {}), own)
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

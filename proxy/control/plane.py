@@ -6,8 +6,10 @@ key appears only in the answer that creates it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -22,8 +24,15 @@ from proxy.control.record_view import session_view, trajectories_view, turn_view
 from proxy.control.replay_view import replay_view
 from proxy.control.schema import parsed
 from proxy.control.siblings import Siblings, is_from_sibling
-from proxy.engines.protocol import Engine
-from proxy.errors import ConfigurationError, EngineError, ProxyError, RequestError, SessionError
+from proxy.engines.protocol import Engine, EngineInfo
+from proxy.errors import (
+    ConfigurationError,
+    EngineError,
+    ProxyError,
+    RequestError,
+    SessionError,
+    StoreError,
+)
 from proxy.http.openapi import Nothing
 from proxy.http.route import Who, route
 from proxy.http.server import bounded_number, read_body
@@ -85,6 +94,46 @@ class ControlPlane:
         self._on_create, self._on_end, self._document = on_create, on_end, document
         self.policies = policies
         self._withdrawn = False
+        self._store_bytes: int | None = None
+        self._measure(metrics)
+
+    def _measure(self, metrics: Metrics) -> None:
+        """Adds gauges of the engines, of waiting calls and of the store."""
+        readings: dict[str, tuple[str, Callable[[EngineInfo], float | None]]] = {
+            "engine_up": ("1: the engine answers", lambda info: float(info.healthy)),
+            "engine_version": ("Version of its weights", lambda info: info.version),
+            "engine_queued_calls": ("Calls in its queue", lambda info: info.details.get("queued")),
+            "engine_cache_used": (
+                "Used share of its cache",
+                lambda info: info.details.get("cache_used"),
+            ),
+        }
+        for name, (words, read) in readings.items():
+            metrics.gauges(name, words, ("engine",), partial(self._of_engines, read), shared=True)
+        metrics.gauges(
+            "engine_calls",
+            "Calls in flight at an engine",
+            ("engine",),
+            partial(self._of_engines, lambda info: info.in_flight),
+            shared=False,
+        )
+        metrics.gauge(
+            "waiting_calls", "Calls that wait for an engine", lambda: self._router.waiting
+        )
+        metrics.gauges(
+            "store_bytes",
+            "Size of the record, if the store knows it",
+            (),
+            lambda: [] if self._store_bytes is None else [((), self._store_bytes)],
+            shared=True,
+        )
+
+    def _of_engines(
+        self, read: Callable[[EngineInfo], float | None]
+    ) -> Iterator[tuple[tuple[str], float]]:
+        for info in self._router.infos:
+            if (value := read(info)) is not None:
+                yield (info.name,), value
 
     def withdraw(self) -> None:
         """Makes `/ready` return 503 from now on."""
@@ -401,6 +450,8 @@ class ControlPlane:
     )
     async def _show_metrics(self, request: web.Request) -> web.Response:
         others = await self._siblings.ask(request)
+        with suppress(StoreError):  # the counters are worth more than the store's size
+            self._store_bytes = await self._store.used_bytes()
         return web.Response(body=self._metrics.exposition(others), content_type="text/plain")
 
     @route(

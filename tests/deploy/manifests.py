@@ -30,7 +30,7 @@ HELM_SOURCE = ROOT / "k8s/helm"
 """The hand-written part of the chart."""
 NOT_RESOURCES = frozenset(
     {"kustomization.yaml", "store.yaml", "trainer.yaml", "agentic_trainer.yaml", "ray_images.yaml"}
-    | {"alerts.yaml"}
+    | {"alerts.yaml", "dashboard.json"}
 )
 """Names of files in k8s/ that are patches, configurations of ours, of kustomize or Prometheus."""
 SECRETS = "/run/secrets"

@@ -47,9 +47,10 @@ class Page(Extra):
             curation=CurationRequests(lambda: store, core.sessions.delete),
             rules=config.rules or [],
         )
-        core.metrics.states(
-            "run_verdict", "How a training run is doing", ("run", "verdict"), runs.verdicts
-        )
+        words = "1: how a training run is doing"
+        core.metrics.gauges("run_verdict", words, ("run", "verdict"), runs.verdicts, shared=True)
+        words = "The last value of a metric of a training run (docs/metrics.md)"
+        core.metrics.gauges("run_metric", words, ("run", "metric"), runs.last, shared=True)
 
     async def serve(self, route: Route, request: web.Request) -> web.StreamResponse:
         return await self._api.serve(route, request)

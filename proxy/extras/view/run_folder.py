@@ -6,7 +6,8 @@ may be that of a run that is still going on, or of another trainer that writes t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Lock
@@ -184,6 +185,18 @@ class RecordedRun:
         path = self.path / "metrics.jsonl"
         found, _ = lines_before(path, None, lambda _: True, LAST_LINES)
         return {"run": self.summary(), "lines": found[::-1]}
+
+    def last_metrics(self) -> Iterator[tuple[str, float]]:
+        """What the last lines of its metrics say last, and the number of sampled tokens."""
+        found, _ = lines_before(self.path / "metrics.jsonl", None, lambda _: True, LAST_LINES)
+        last: dict[str, Any] = {}
+        for _, line in found[::-1]:  # an evaluation's line has its metrics only
+            last |= line
+        for name, value in last.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                yield name, float(value)
+        if (sampled := self._sampled()) is not None:
+            yield "tokens_sampled", float(sampled)
 
     def metrics(self, start: int) -> MetricsPage:
         """The metrics after a byte of the file, and the byte to go on from."""

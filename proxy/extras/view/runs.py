@@ -93,11 +93,17 @@ class RecordedRuns(Mapping[str, RecordedRun]):
     def state(self) -> list[RunStamps]:
         return [run.stamps() for run in self._all().values()]
 
-    def verdicts(self) -> Iterator[tuple[str, str]]:
-        """Run and verdict, of those that have one."""
+    def last(self) -> Iterator[tuple[tuple[str, str], float]]:
+        """The values of each run's last step, by run and metric, and its tokens so far."""
+        for name, run in self._all().items():
+            for metric, value in run.last_metrics():
+                yield (name, metric), value
+
+    def verdicts(self) -> Iterator[tuple[tuple[str, str], float]]:
+        """1 for the run and its verdict, of those that have one."""
         for name, run in self._all().items():
             if (verdict := run.summary()["verdict"]) is not None:
-                yield name, verdict["verdict"]
+                yield (name, verdict["verdict"]), 1.0
 
     def ends(self) -> dict[str, EndOfRun]:
         """The runs of this process, for readers whose stream ends."""

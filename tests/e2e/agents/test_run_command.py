@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from proxy.commands.agent_environment import FOLDER
 from tests.e2e.agents.test_agents import AGENTS, PROMPT, proxy
 from tests.needs import needs
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
@@ -103,6 +105,84 @@ async def test_users_own_agent_has_the_users_memory_and_another_base_url_only(
     assert MEMORY in await sent(proxy, "own")
     await run(proxy, tmp_path, "isolated", "--isolated", "--", *command)
     assert MEMORY not in await sent(proxy, "isolated")
+
+
+OWN = {
+    "opencode": (
+        ["opencode", "run", PROMPT],
+        ".config/opencode/AGENTS.md",
+        ".config/opencode/opencode.json",
+        {
+            "model": "mine/gpt",
+            "provider": {
+                "mine": {
+                    "npm": "@ai-sdk/openai-compatible",
+                    "options": {"baseURL": DEAD},
+                    "models": {"gpt": {}},
+                }
+            },
+        },
+    ),
+    "qwen": (
+        ["qwen", "-y", PROMPT],
+        ".qwen/QWEN.md",
+        ".qwen/settings.json",
+        {
+            "security": {"auth": {"selectedType": "openai", "baseUrl": DEAD, "apiKey": "mine"}},
+            "model": {"name": "mine"},
+        },
+    ),
+    "pi": (
+        ["pi", "-p", PROMPT],
+        ".pi/agent/AGENTS.md",
+        ".pi/agent/settings.json",
+        {"defaultProvider": "mine", "defaultModel": "gpt"},
+    ),
+}
+
+
+@pytest.mark.parametrize("agent", OWN)
+async def test_other_agents_have_the_users_memory_and_another_base_url_only(
+    agent: str, proxy: RunningProxy, tmp_path: Path
+) -> None:
+    command, memory, settings, mine = OWN[agent]
+    for name, text in ((memory, MEMORY), (settings, json.dumps(mine))):
+        (tmp_path / "home" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "home" / name).write_text(text)
+    said = await run(proxy, tmp_path, "own", "--", *command)
+    assert (tmp_path / "work/out.txt").read_text() == "hi\n", said
+    assert MEMORY in await sent(proxy, "own")
+    kept = json.loads((tmp_path / "home" / settings).read_text())
+    assert kept | mine == kept  # an agent may add to it
+
+
+async def test_mini_swe_agent_keeps_its_last_run_in_the_users_home(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    folder = tmp_path / "home/.config/mini-swe-agent"
+    folder.mkdir(parents=True)
+    mine = f"MSWEA_MODEL_NAME=openai/mine\nOPENAI_API_BASE={DEAD}\n"
+    (folder / ".env").write_text(mine)
+    await run(proxy, tmp_path, "own", "--", "mini", "-y", "--exit-immediately", "-t", PROMPT)
+    assert (tmp_path / "work/out.txt").read_text() == "hi\n"
+    assert (folder / "last_mini_run.traj.json").is_file()
+    assert (folder / ".env").read_text() == mine
+
+
+async def test_user_rates_a_session_by_claude_codes_slash_command(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    commands = tmp_path / "home/.claude/commands"
+    commands.mkdir(parents=True)
+    for file in (FOLDER / "commands/claude_code").glob("*.md"):
+        shutil.copy(file, commands)
+    rate = ["claude", "-p", '/rate down --comment "It broke the tests."']
+    said = await run(proxy, tmp_path, "s", "--", *rate)
+    shown = await proxy.control.show("s")
+    assert [(each["key"], each["value"]) for each in shown["rewards"]] == [("rating", 0.0)], said
+    assert "noted: it is kept when the agent ends" in await sent(proxy, "s")
+    await run(proxy, tmp_path, "t", "--", "claude", "-p", "/tag topic=till")
+    assert (await proxy.control.show("t"))["metadata"]["topic"] == "till"
 
 
 async def test_claude_code_continues_its_last_conversation(

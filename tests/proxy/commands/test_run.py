@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from proxy import wall
-from proxy.commands.agent_environment import known_agents
+from proxy.commands.agent_environment import find_agent, known_agents
 from proxy.rendering.rendering import Rendering
 from proxy.settings.state_folder import default_store
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
@@ -220,6 +220,8 @@ def test_every_agent_of_the_examples_is_known_by_its_program() -> None:
     assert known["claude-code"].program == "claude"
     assert known["codex"].program == "codex"
     assert known["codex"].flags
+    assert known["pi"].program == "pi"
+    assert find_agent(["/bin/sh", "-c", "x"], None).env == {}  # and no agent that a shell starts
     for agent in known.values():
         filled = agent.variables({"base_url": "B", "api_key": "K", "model": "M", "directory": "D"})
         values = [value for value in filled.values() if value is not None]

@@ -70,9 +70,13 @@ def test_all_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert verdict["sentence"] in report
     metrics = Metrics()
     runs = RecordedRuns([folder.path])
-    metrics.states("run_verdict", "How a run is doing", ("run", "verdict"), runs.verdicts)
+    labels = ("run", "verdict")
+    metrics.gauges("run_verdict", "How a run is doing", labels, runs.verdicts, shared=True)
     line = b'agentic_proxy_run_verdict{run="run",verdict="too hard"} 1.0'
     assert line in metrics.exposition()
+    assert line in metrics.exposition([metrics.exposition()])  # of two processes of a proxy
+    metrics.gauges("run_metric", "Last values", ("run", "metric"), runs.last, shared=True)
+    assert b'agentic_proxy_run_metric{metric="reward/mean",run="run"} 0.0' in metrics.exposition()
     assert main(["status", str(folder.path)]) == 0
     printed = capsys.readouterr().out
     assert "done, step 3 of 3" in printed
