@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from harbor_sdk import (
@@ -103,6 +104,22 @@ async def test_same_idempotency_key_never_starts_a_second_run(
     with pytest.raises(AgentRunError) as caught:
         await client.submit(wanted("other"), idempotency_key="trial-7")
     assert caught.value.code == "conflict"
+
+
+async def test_metrics_count_runs_by_status_and_need_the_token(
+    client: AgentRunClient, url: str
+) -> None:
+    for _ in range(2):
+        run = await client.submit(wanted())
+        await client.wait(run.run_id, timeout_s=5)
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{url}metrics") as response:
+            assert response.status == 401
+        async with session.get(f"{url}metrics", headers=BEARER) as response:
+            text = await response.text()
+    (family,) = text_string_to_metric_families(text)
+    counts = {sample.labels["status"]: sample.value for sample in family.samples}
+    assert counts == {status.value: 0.0 for status in RunStatus} | {"completed": 2.0}
 
 
 async def test_empty_idempotency_key_is_none(url: str) -> None:
