@@ -2,7 +2,7 @@
 # examples/recipes/train.sh MODEL AGENT [--eight-gpus] [--tiny] [key=value …]
 #
 # Runs a recipe with a harbor-server of its own, from the repository's root, after `make harbor` and
-# `make agents`; with --tiny also `python -m benchmarks.install recipes`. MODEL is a file of models/, AGENT one of agents/.
+# `make agents`. MODEL is a file of models/, AGENT one of agents/; --tiny makes a tiny one of MODEL's class.
 set -euo pipefail
 
 main() {  # read in full before it runs, because a run lasts longer than a checkout
@@ -31,6 +31,9 @@ main() {  # read in full before it runs, because a run lasts longer than a check
     esac
   done
 
+  if [ ${#tiny[@]} -gt 0 ]; then
+    .venv/bin/python -m benchmarks.install recipes
+  fi
   . examples/harbor/server.sh 32
   .venv/bin/python -m examples.recipes.make_tasks --out .cache/recipes/tasks
   .venv/bin/agentic-train "${words[@]}" "${tiny[@]}" \

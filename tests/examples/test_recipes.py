@@ -218,6 +218,11 @@ def test_tiny_layer_is_the_last_file_and_given_keys_are_the_last_keys(tmp_path: 
     assert files == ["swe", "qwen3-8b", "codex", "eight_gpus", "tiny"]
     assert lines[-2:] == ["trainer.run_dir=mine", "a=b"]
     assert "model.path=.cache/recipes/models/qwen3-8b" in lines
+    assert lines[:3] == ["-m", "benchmarks.install", "recipes"]
+
+
+def test_published_model_needs_no_tiny_one(tmp_path: Path) -> None:
+    assert "benchmarks.install" not in run_script(tmp_path, "qwen3-8b", "codex").stdout
 
 
 @pytest.mark.parametrize("words", [(), ("qwen3-8b",), ("qwen3-8b", "none"), ("none", "codex")])
