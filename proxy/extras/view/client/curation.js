@@ -91,12 +91,13 @@ function Forms({ session, rating, done }) {
     done(keep(session.id, { tags: { [given["name"] ?? ""]: given["value"] ?? "" } }));
     /** @type {HTMLFormElement} */ (event.target).reset();
   };
-  return html`<form onSubmit=${rate}>
-      <label>rating <input name="value" type="number" step="any" value=${rating ?? ""} /></label>
-      <label class="wide">comment <input name="comment" maxlength="4000" value=${session.rating?.comment ?? ""} dir="auto" /></label>
+  // What is typed stays while the session goes on: a new value of the rating begins the form again.
+  return html`<form key=${`${rating} ${session.rating?.comment}`} onSubmit=${rate}>
+      <label>rating <input name="value" type="number" step="any" defaultValue=${rating ?? ""} /></label>
+      <label class="wide">comment <input name="comment" maxlength="4000" defaultValue=${session.rating?.comment ?? ""} dir="auto" /></label>
       <button type="submit">Keep</button></form>
     <form onSubmit=${tag}><label>tag <input name="name" required maxlength="80" /></label>
-      <label>value <input name="value" required maxlength="500" value="yes" /></label><button type="submit">Add</button></form>`;
+      <label>value <input name="value" required maxlength="500" defaultValue="yes" /></label><button type="submit">Add</button></form>`;
 }
 
 /** What a form holds. @param {SubmitEvent} event @returns {Record<string, string>} */

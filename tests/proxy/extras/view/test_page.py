@@ -223,6 +223,9 @@ async def test_session_is_recognised_rated_tagged_exported_and_deleted_in_the_pa
         "document.querySelector('.curation [name=value]').value = '0.75';"
         f"document.querySelector('.curation [name=comment]').value = {HOSTILE[:60]!r}"
     )
+    # What is typed stays when the agent's next call comes.
+    await work(proxy, session, "Now the drawer.", turns=1)
+    await tab.until("document.querySelectorAll('.tree li').length === 3")
     await tab.click(".curation form:first-child button")
     await tab.until("document.querySelector('.curation .comment')?.innerText.includes('<script>')")
     assert await rating(proxy) == 0.75
