@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,9 +46,11 @@ class Limits(Section):
     cpu_s: int | None = Field(None, gt=0)
     """Seconds of processor time, after which the process is killed."""
     memory_bytes: int | None = Field(None, gt=0)
-    """Bytes of address space; larger allocations fail."""
+    """Bytes of address space; larger allocations fail. Also of the memory of all processes
+    together, past which the program is ended."""
     file_bytes: int | None = Field(None, gt=0)
-    """Bytes of each file that the process writes."""
+    """Bytes of each file that the process writes. Also of all files in its working directory, home
+    and `/tmp` together, past which the program is ended."""
     open_files: int | None = Field(None, gt=0)
     """Number of files that the process has open at the same time."""
     processes: int | None = Field(1024, ge=16)
@@ -57,6 +60,7 @@ class Limits(Section):
     """Bytes of `/dev/shm` of an agent behind a wall."""
 
     def as_rlimits(self) -> dict[str, int]:
+        """Of each process; the supervisor adds up what all of them use."""
         named = {
             "RLIMIT_CPU": self.cpu_s,
             "RLIMIT_AS": self.memory_bytes,
@@ -149,6 +153,9 @@ class Job:
             "timeout_s": self.timeout_s,
             "grace_s": self.grace_s,
             "limits": self.limits.as_rlimits(),
+            "memory_bytes": self.limits.memory_bytes,
+            "file_bytes": self.limits.file_bytes,
+            "folders": self._folders(),
             "descriptors": list(descriptors),
             "wall": None if self.wall is None else self._wall(self.wall, sandbox),
         }
@@ -178,6 +185,12 @@ class Job:
         bounds = self.limits
         processes = None if wall.missing_processes() else bounds.processes
         return SandboxSpec([*binds, *own], hidden, shm_bytes=bounds.shm_bytes, processes=processes)
+
+    def _folders(self) -> list[str]:
+        """The folders that the job can write to, none inside of another."""
+        named = (self.cwd, *self.visible, *(path for path, _ in self.kept))
+        folders = {path.absolute() for path in named if path.is_dir()}
+        return sorted(str(path) for path in folders if folders.isdisjoint(path.parents))
 
     def _wall(self, behind: Wall, sandbox: int | None) -> dict[str, Any]:
         own = [(path, path) for path in self.visible]
@@ -225,7 +238,7 @@ class Ended:
     """How a program ended. Example: Ended("timeout", exit_code=-9, wall_s=65.0, left_over=2, …)"""
 
     ended_by: str
-    """`exit` (by itself), `timeout` or `cancel`."""
+    """`exit` (by itself), `timeout`, `cancel` or `limit`."""
     exit_code: int | None
     """The program's exit code. Negative: the number of the signal that killed it. None: it could
     not be killed."""
@@ -239,6 +252,8 @@ class Ended:
     """Seconds of processor time of the program's supervisor."""
     peak_memory_bytes: int
     """Peak memory of the program's largest process."""
+    limit: str = ""
+    """The limit that the program met, in words; empty: none that is known."""
 
     @property
     def failure(self) -> str | None:
@@ -249,7 +264,10 @@ class Ended:
             return None
         if self.exit_code is None:
             return "could not be killed"
-        return f"exit code {self.exit_code}" if self.exit_code > 0 else _signal(-self.exit_code)
+        if self.ended_by == "limit":
+            return self.limit
+        said = f"exit code {self.exit_code}" if self.exit_code > 0 else _signal(-self.exit_code)
+        return f"{said}: {self.limit}" if self.limit else said
 
 
 @runtime_checkable
@@ -448,7 +466,26 @@ def _parse(job: Job, raw: bytes) -> Ended:
     fields = json.loads(raw)
     if "launch_error" in fields:
         raise LaunchError(f"cannot start {job.name!r} in {job.cwd}: {fields['launch_error']}")
-    return Ended(**fields)
+    ended = Ended(**fields)
+    return replace(ended, limit=ended.limit or _limit_of_a_process(job.limits, ended))
+
+
+def _limit_of_a_process(limits: Limits, ended: Ended) -> str:
+    """The limit by which the kernel ended the program, or a process of it may have failed."""
+    if ended.exit_code in (0, None) or ended.ended_by != "exit":
+        return ""
+    if limits.cpu_s is not None and (
+        ended.exit_code == -signal.SIGXCPU or ended.cpu_s > limits.cpu_s
+    ):
+        return f"it used {ended.cpu_s:.1f} s of processor time, and limits.cpu_s is {limits.cpu_s}"
+    if limits.file_bytes is not None and ended.exit_code == -signal.SIGXFSZ:
+        return f"a file grew to limits.file_bytes, {limits.file_bytes} bytes"
+    if limits.memory_bytes is not None:
+        return (
+            f"its largest process used {ended.peak_memory_bytes >> 20} MiB, and could reserve "
+            f"{limits.memory_bytes >> 20} MiB (limits.memory_bytes)"
+        )
+    return ""
 
 
 def _signal(number: int) -> str:

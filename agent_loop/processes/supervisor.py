@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import select
@@ -37,6 +38,8 @@ PR_SET_CHILD_SUBREAPER = 36
 READ_BYTES = 1 << 20
 WALL, LANDLOCK = "wall", "landlock"
 """The names under which the job server loads `proxy/wall.py` and `proxy/machine/landlock.py`."""
+MEMORY_CHECK_S = 0.25
+FILES_CHECK_S = 2.0
 REAP_TIMEOUT_S = 10.0
 """Seconds to wait until killed processes have ended; one that is blocked in the kernel, for example
 by a failed disk, may never end."""
@@ -61,8 +64,9 @@ def supervise(fds: list[int], body: Body) -> None:
     except OSError as error:
         _report(report_fd, launch_error=str(error))
         return
+    bounds = Bounds(job["memory_bytes"], job["file_bytes"], job["folders"])
     try:
-        ended_by = _watch(agent, cancel_fds, job["timeout_s"], job["grace_s"])
+        ended_by = _watch(agent, cancel_fds, job["timeout_s"], job["grace_s"], bounds)
         wall_s = time.monotonic() - agent.started
         status, left_over = _end_everything(agent.pid)
         left_over += agent.left_behind_wall()
@@ -84,6 +88,7 @@ def supervise(fds: list[int], body: Body) -> None:
         cpu_s=usage.ru_utime + usage.ru_stime,
         supervisor_cpu_s=own.ru_utime + own.ru_stime,
         peak_memory_bytes=usage.ru_maxrss * 1024,
+        limit=bounds.met,
     )
 
 
@@ -201,9 +206,89 @@ def _closed(cancel_fds: list[int]) -> bool:
     return bool(poll.poll(0))
 
 
-def _watch(agent: Agent, cancel_fds: list[int], timeout_s: float, grace_s: float) -> str:
-    """Waits until the agent's main process ends, and returns why: `exit`, `timeout` or `cancel`. At
-    the deadline its process group gets SIGTERM, and after `grace_s` all descendants get SIGKILL.
+class Bounds:
+    """What all processes of an agent may use together. It is added up now and then, because only
+    control groups, which most users may not make, bound it at each moment."""
+
+    def __init__(
+        self, memory_bytes: int | None, file_bytes: int | None, folders: list[str]
+    ) -> None:
+        self.met = ""
+        """The bound that was passed, in words; empty: none."""
+        self._memory_bytes, self._file_bytes, self._folders = memory_bytes, file_bytes, folders
+        self._pause_s = MEMORY_CHECK_S if memory_bytes else FILES_CHECK_S
+        self._next_files = time.monotonic()
+        self._next = self._next_files + self._pause_s if memory_bytes or file_bytes else math.inf
+
+    @property
+    def due_s(self) -> float:
+        return self._next - time.monotonic()
+
+    def check(self) -> None:
+        """Sets `met` if a bound is passed."""
+        if self._memory_bytes:
+            self._check_memory(self._memory_bytes)
+        if self._file_bytes and time.monotonic() >= self._next_files:
+            self._check_files(self._file_bytes)
+        self._next = time.monotonic() + self._pause_s
+
+    def _check_memory(self, most: int) -> None:
+        pids = _descendants(os.getpid())
+        if sum(map(_own_bytes, pids)) > most and (used := sum(map(_shared_out_bytes, pids))) > most:
+            self.met = (
+                f"its processes used {used >> 20} MiB of memory together, and at most "
+                f"{most >> 20} MiB are allowed (limits.memory_bytes)"
+            )
+
+    def _check_files(self, most: int) -> None:
+        """Each walk is followed by a pause of at least 20 times its length."""
+        start = time.monotonic()
+        used = sum(map(_file_bytes, self._folders))
+        if used > most:
+            self.met = (
+                f"its files have {used >> 20} MiB together, and at most {most >> 20} MiB are "
+                "allowed (limits.file_bytes)"
+            )
+        walked_s = time.monotonic() - start
+        self._next_files = start + walked_s + max(FILES_CHECK_S, 20 * walked_s)
+
+
+def _own_bytes(pid: int) -> int:
+    """Memory of a process that is not of a file, some of which it may share with its parent."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        _, resident, of_files, *_ = map(int, file.read().split())
+        return (resident - of_files) * resource.getpagesize()
+    return 0
+
+
+def _shared_out_bytes(pid: int) -> int:
+    """As `_own_bytes`, with what several processes share divided among them."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("Pss_Anon:"):
+                return int(line.split()[1]) << 10
+    return _own_bytes(pid)
+
+
+def _file_bytes(folder: str) -> int:
+    """Bytes on the disk of all files below a folder."""
+    total, pending = 0, [folder]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+    return total
+
+
+def _watch(
+    agent: Agent, cancel_fds: list[int], timeout_s: float, grace_s: float, bounds: Bounds
+) -> str:
+    """Waits until the agent's main process ends, and returns why: `exit`, `timeout`, `cancel` or
+    `limit`. At the deadline its process group gets SIGTERM, and after `grace_s` all descendants get
+    SIGKILL; past a bound at once.
     """
     poll = select.poll()
     for fd in (agent.pidfd, *agent.logs, *cancel_fds):
@@ -218,7 +303,12 @@ def _watch(agent: Agent, cancel_fds: list[int], timeout_s: float, grace_s: float
             ended_by, deadline = "timeout", time.monotonic() + grace_s
             agent.signal(signal.SIGTERM)
             continue
-        ready = {fd for fd, _ in poll.poll(remaining_s * 1000 + 1)}
+        if bounds.due_s <= 0:
+            bounds.check()
+            if bounds.met:
+                return "limit"
+        pause_s = max(0.0, min(remaining_s, bounds.due_s))
+        ready = {fd for fd, _ in poll.poll(pause_s * 1000 + 1)}
         for fd in ready & agent.logs.keys():
             if not agent.read(fd):
                 poll.unregister(fd)
@@ -281,7 +371,8 @@ def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
         for fd in {null_fd, fds.stdout, fds.stderr, fds.left_over}:
             os.close(fd)
         for name, value in job["limits"].items():
-            resource.setrlimit(getattr(resource, name), (value, value))
+            last = value + 1 if name == "RLIMIT_CPU" else value  # SIGXCPU first, which says why
+            resource.setrlimit(getattr(resource, name), (value, last))
         os.chdir(job["cwd"])
         body(job, fds.error)
         os._exit(127)  # a body does not return
@@ -291,12 +382,20 @@ def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
         if os.getppid() != parent:
             os._exit(1)
         os.setpgid(0, 0)
+        _end_first_without_memory()
         if job["wall"] is None:
             become()
         _behind_wall(job, become, fds.left_over)
     except (OSError, ValueError) as error:
         os.write(fds.error, str(error).encode())
     os._exit(127)
+
+
+def _end_first_without_memory() -> None:
+    """If the machine's memory ends, the kernel ends agents, not engines, the proxy or the
+    trainer."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as f:
+        f.write("1000")
 
 
 def _behind_wall(job: Job, become: Callable[[], NoReturn], left_over_fd: int) -> None:

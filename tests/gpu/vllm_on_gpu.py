@@ -39,15 +39,21 @@ def of_mimo(small: Any) -> dict[str, Any]:
 TRAINED = tuple(each for each in ARCHITECTURES if not each.refused)
 
 
-def written(architecture: Architecture, folder: Path, seed: int = 0) -> Any:
-    """A small random checkpoint of the class, and its model in float32. Every weight and buffer
-    depends on the seed."""
+def small_settings(architecture: Architecture) -> Any:
+    """A small copy of the published configuration."""
     published = architecture.settings()
     for name, value in PUBLISHED.get(architecture.kind, {}).items():
         setattr(published.get_text_config(), name, value)
     settings = shrunk(published)
     if architecture.kind == "mimo_v2_flash":
         settings.update(of_mimo(settings))
+    return settings
+
+
+def written(architecture: Architecture, folder: Path, seed: int = 0) -> Any:
+    """A small random checkpoint of the class, and its model in float32. Every weight and buffer
+    depends on the seed."""
+    settings = small_settings(architecture)
     settings.dtype = "bfloat16"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(settings).to(torch.bfloat16)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ _COPIED = {
 }
 """vLLM's class → weights of the layers that its `load_weights` itself copies."""
 
+_SAVED_BUFFERS = ("layer_scalar",)
+"""Ends of the names of buffers of vLLM's classes that checkpoints hold: of Gemma 4's layers."""
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
@@ -91,11 +94,14 @@ class Reload:
             _repack_embeddings(self._model)
 
     def _expected(self) -> set[str]:
-        """Names of the weights that the trainer trains: those of the language model, without
-        vision or audio towers."""
-        part = getattr(self._model, "get_language_model", lambda: self._model)()
-        trained = {id(parameter) for parameter in part.parameters()}
-        names = {name for name, p in self._model.named_parameters() if id(p) in trained}
+        """Names of the weights that the trainer sends: those of the language model, without
+        vision or audio towers, and its saved buffers."""
+        model = self._model
+        part = getattr(model, "get_language_model", lambda: model)()
+        sent = {id(parameter) for parameter in part.parameters()}
+        sent |= {id(each) for name, each in part.named_buffers() if name.endswith(_SAVED_BUFFERS)}
+        named = chain(model.named_parameters(), model.named_buffers())
+        names = {name for name, each in named if id(each) in sent}
         settings = (self._config.hf_config, self._config.hf_text_config)
         if any(getattr(each, "tie_word_embeddings", False) for each in settings):
             return {name for name in names if not f".{name}".endswith(".lm_head.weight")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -148,7 +149,85 @@ async def test_limit_of_processor_time_kills_the_program(tmp_path: Path) -> None
     host = ProcessHost()
     busy = replace(job(tmp_path, "while True: pass"), limits=Limits(cpu_s=1))
     ended = await host.run(busy)
-    assert "signal" in (ended.failure or "")
+    assert re.search(r"killed by signal \d+: it used .* limits.cpu_s is 1", ended.failure or "")
+    await host.close()
+
+
+FORKS = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        kept = bytearray(os.urandom(40 << 20))
+        time.sleep(600)
+time.sleep(600)
+"""
+FILES = """
+import os, time
+os.mkdir("many")
+for number in range(40):
+    open(f"many/{number}", "wb").write(os.urandom(1 << 20))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limits", "code", "said"),
+    [
+        (
+            Limits(memory_bytes=200 << 20),
+            FORKS,
+            r"its processes used \d+ MiB of memory together, and at most 200 MiB .*memory_bytes",
+        ),
+        (
+            Limits(file_bytes=20 << 20),
+            FILES,
+            r"its files have \d+ MiB together, and at most 20 MiB .*limits.file_bytes",
+        ),
+    ],
+)
+async def test_program_is_ended_when_it_passes_a_limit_of_all_its_processes(
+    tmp_path: Path, limits: Limits, code: str, said: str
+) -> None:
+    """Each of them and each file is within it."""
+    host = ProcessHost()
+    ended = await host.run(replace(job(tmp_path, code), limits=limits))
+    assert ended.ended_by == "limit"
+    assert re.match(said, ended.failure or "")
+    await host.close()
+
+
+async def test_memory_that_processes_share_is_counted_once(tmp_path: Path) -> None:
+    code = """
+import os, time
+kept = os.urandom(60 << 20)
+for _ in range(8):
+    if os.fork() == 0:
+        time.sleep(1.5)
+        os._exit(0)
+for _ in range(8):
+    os.wait()
+"""
+    host = ProcessHost()
+    ended = await host.run(replace(job(tmp_path, code), limits=Limits(memory_bytes=200 << 20)))
+    assert ended.failure is None
+    await host.close()
+
+
+async def test_failed_allocation_names_the_limit(tmp_path: Path) -> None:
+    host = ProcessHost()
+    large = replace(job(tmp_path, "bytes(1 << 30)"), limits=Limits(memory_bytes=200 << 20))
+    ended = await host.run(large)
+    assert re.fullmatch(
+        r"exit code 1: its largest process used \d+ MiB, and could reserve 200 MiB .*",
+        ended.failure or "",
+    )
+    await host.close()
+
+
+async def test_kernel_without_memory_ends_programs_first(tmp_path: Path) -> None:
+    host = ProcessHost()
+    await host.run(job(tmp_path, "print(open('/proc/self/oom_score_adj').read())"))
+    assert (tmp_path / "log").read_text().strip() == "1000"
     await host.close()
 
 
