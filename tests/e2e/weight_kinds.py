@@ -28,7 +28,7 @@ from tests.e2e.weight_digest import computed, fresh
 from tests.gpu.vllm_on_gpu import TRAINED, arguments, configured, small_settings
 from tests.trainer.policy.architectures import Architecture
 from trainer.policy.export import checkpoint_tensors
-from trainer.policy.proof import randomize
+from trainer.policy.proof_on_copy import randomize
 
 Weights = dict[str, torch.Tensor]
 CONTEXT = 256
