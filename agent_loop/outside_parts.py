@@ -1,11 +1,8 @@
-"""Parts that a configuration names by an import path: classes and functions of your own.
+"""Functions of your own that a configuration names, as `module:function` or
+`path/to/file.py:function`. A class of your own is a `proxy.settings.outside_part.OutsidePart`.
 
 In place of the path, the name of an installed package's entry point (`plugins.py`) is taken;
 the configuration then has its path.
-
-- `OutsidePart`: a launcher or a reward as `module:Class`. The class is the part's section, a
-  subclass of `LauncherConfig` or `RewardConfig`, whose `build` makes the part.
-- `OwnFunction`: every other kind of part, as `module:function` or `path/to/file.py:function`.
 
 Invariant: a name that cannot be used, or a function with another signature than its kind has, is
 refused before a run starts.
@@ -15,70 +12,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from proxy.errors import ConfigurationError
-from proxy.settings.plugins import import_path, load_plugin
+from proxy.settings.outside_part import path_of
+from proxy.settings.plugins import load_plugin
 from proxy.settings.section import Section
 
-TARGET_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 FUNCTION_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_]\w*$"
 """`module:function`, or `path/to/file.py:function`."""
-
-Kind = TypeVar("Kind", bound=Section)
-
-
-def path_of(kind: str, name: Any) -> Any:
-    """The import path of the part of this kind with that name; anything but a string unchanged.
-
-    Raises ValueError: no installed package registers the name.
-    """
-    if not isinstance(name, str):
-        return name
-    try:
-        return import_path(kind, name, {}, kind)
-    except ConfigurationError as error:
-        raise ValueError(error.message) from error
 
 
 def named_as(kind: str) -> BeforeValidator:
     """Replaces the name of an entry point in a field. Example: Annotated[str, named_as("agent")]"""
     return BeforeValidator(lambda name: path_of(kind, name))
-
-
-class OutsidePart(Section):
-    """Example: OutsidePart(target="my_agents.slurm:SlurmConfig", settings={"partition": "gpu"})"""
-
-    kind: ClassVar[str]
-    """Kind of the part, which is in the group of its entry points."""
-    target: str = Field(pattern=TARGET_PATTERN)
-    """`module:Class` of the part's section, or the name of an entry point."""
-    settings: Mapping[str, Any] = Field(default_factory=dict)
-    """The keys of the part's section, with their values."""
-
-    @field_validator("target", mode="before")
-    @classmethod
-    def _path(cls, target: Any) -> Any:
-        return path_of(cls.kind, target)
-
-    def section(self, kind: type[Kind]) -> Kind:
-        """The settings as a section of the named class.
-
-        Raises:
-            ConfigurationError: the class cannot be imported, is not a `kind`, or refuses the
-                settings.
-        """
-        cls = load_plugin("target", self.target, {})
-        if not (isinstance(cls, type) and issubclass(cls, kind)):
-            raise ConfigurationError(f"{self.target}: not a subclass of {kind.__name__}")
-        try:
-            return cls.model_validate(self.settings)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise ConfigurationError(f"{self.target}: settings.{key}: {first['msg']}") from None
 
 
 class OwnFunction(Section):

@@ -38,6 +38,7 @@ from proxy.extra_registry import section_type
 from proxy.machine.logs import LogKind, LogLevel
 from proxy.machine.secrecy import read_secret, shown_value, with_password, with_secret
 from proxy.settings.hub import hub_name, model_folder
+from proxy.settings.outside_part import OutsidePart
 from proxy.settings.profiles import AgentProfile
 from proxy.settings.reaching import ListeningAddress, PublicUrl
 from proxy.settings.recorded import RecordedConfig
@@ -193,6 +194,12 @@ class ListenConfig(PublicUrl, ListeningAddress):
             return False
 
 
+class OutsideExtra(OutsidePart):
+    """An extra of your own, named by the class of its section (`proxy.extra.ExtraConfig`)."""
+
+    kind = "proxy_extra"
+
+
 class ProxyConfig(BaseSettings, ListenConfig):
     """All settings of one proxy. The keys of `ListenConfig` are at the top level."""
 
@@ -263,6 +270,10 @@ class ProxyConfig(BaseSettings, ListenConfig):
     rules: ExtraSection = None
     """Searches that are made in every recorded turn. They mark its session, and may end it or set
     its reward to 0 (docs/view.md)."""
+
+    extras: list[OutsideExtra] = Field(default_factory=list)
+    """Extras of your own, which have routes and metrics, and see every recorded turn: each `target`
+    names the class of an extra's section (docs/notes/adding_a_part.md)."""
 
     @field_validator(*SECTIONS, mode="before")
     @classmethod

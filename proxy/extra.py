@@ -1,6 +1,7 @@
 """The protocol of an extra: a part of the proxy that a mission can do without.
 
-`open_extras` makes those that the configuration names (`proxy.extra_registry`). The application
+`open_extras` makes those that the configuration names: by their sections (`proxy.extra_registry`),
+or in `extras`, where each is named by a class of your own, an `ExtraConfig`. The application
 asks each for its `routes`, opens it with the `Core`, hands it every recorded turn (`on_turn`) and
 every ended session (`on_end`), and closes it. An extra that counts something makes its own metrics
 in `core.metrics` when it opens.
@@ -41,6 +42,7 @@ from proxy.rendering.rendering import Rendering
 from proxy.routing.router import Router
 from proxy.serving.sessions import Sessions
 from proxy.settings.plugins import load_plugin
+from proxy.settings.section import Section
 from proxy.store.protocol import Store
 
 URL = "{url}"
@@ -121,6 +123,22 @@ class Extra:
         """Ends the rest of its work."""
 
 
+class ExtraConfig(Section):
+    """The section of an extra of your own.
+
+    Example:
+        class ApplauseConfig(ExtraConfig):
+            least_tokens: int = 0
+
+            def build(self) -> Applause:
+                return Applause(self)
+    """
+
+    def build(self) -> Extra:
+        """Raises ConfigurationError: these settings cannot work here."""
+        raise NotImplementedError
+
+
 def open_extras(config: ProxyConfig) -> list[Extra]:
     """The extras that the configuration names and does not switch off.
 
@@ -128,7 +146,8 @@ def open_extras(config: ProxyConfig) -> list[Extra]:
         ConfigurationError: one cannot be imported, or refuses its section.
     """
     made = (extra_class(name).of(config) for name in named_extras(config))
-    return [extra for extra in made if extra is not None]
+    outside = [each.section(ExtraConfig).build() for each in config.extras]
+    return [*(extra for extra in made if extra is not None), *outside]
 
 
 def extra_class(name: str) -> type[Extra]:

@@ -3,6 +3,7 @@
 An extra is what the proxy can do without (`proxy.extra`). Invariant: this table has import paths
 only. An extra's modules are imported when the configuration names its section, or when the proxy
 starts if it is always on; without its folder and its line here, the rest of the proxy works.
+An extra outside this package needs no line: name it in `extras`.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from pydantic import model_validator
 
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
-from agent_loop.outside_parts import OutsidePart
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from proxy.errors import ConfigurationError
 from proxy.settings.extra import Extra
+from proxy.settings.outside_part import OutsidePart
 from proxy.settings.section import Section
 
 _EXTRAS = "agent_loop.extras"

@@ -12,13 +12,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agent_loop.outside_parts import OutsidePart
 from agent_loop.rewards.combined import CombinedReward, Weighted
 from agent_loop.rewards.protocol import JudgeSection, OwnRewardConfig, RewardConfig, RewardSource
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import VerifierConfig
 from proxy.errors import ConfigurationError
 from proxy.settings.extra import Extra
+from proxy.settings.outside_part import OutsidePart
 from proxy.settings.section import Section
 
 
