@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.commands.arguments import add_commands
 from proxy.errors import ConfigurationError, EngineError
-from proxy.machine.command_line import PrintVersion, escape_unknown_characters
+from proxy.machine.command_line import (
+    PrintVersion,
+    escape_unknown_characters,
+    find_own_modules,
+)
 from proxy.machine.direct_hosts import reach_directly
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the process."""
     escape_unknown_characters()
     reach_directly()
+    find_own_modules()
     arguments = _parser().parse_args(argv)
     try:
         result: int = arguments.run(arguments)

@@ -3,9 +3,11 @@ the packages, named by its string in a configuration, and used."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import aiohttp
 import numpy as np
@@ -21,7 +23,7 @@ from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from proxy.control.door import json_answer
 from proxy.conversation import Conversation, Message
-from proxy.errors import ConfigurationError, ProxyError
+from proxy.errors import ProxyError
 from proxy.extra import Core, Extra, ExtraConfig
 from proxy.http.route import route, routes_of
 from proxy.records import SessionKind, Turn
@@ -40,6 +42,14 @@ from trainer.learning.learner import Learner
 
 HERE = "tests.test_a_newcomers_parts"
 EXTRA = {"target": f"{HERE}:OdometerConfig", "settings": {"unit": "tokens"}}
+OWN_PART = """
+from proxy.errors import ConfigurationError
+from proxy.extra import ExtraConfig
+
+class OwnConfig(ExtraConfig):
+    def build(self):
+        raise ConfigurationError("no odometer here")
+"""
 
 
 class Telegrams:
@@ -114,11 +124,9 @@ class Operator:
 class OdometerConfig(ExtraConfig):
     """An extra that counts how far each session went."""
 
-    unit: str
+    unit: Literal["tokens", "turns"]
 
     def build(self) -> Extra:
-        if self.unit not in ("tokens", "turns"):
-            raise ConfigurationError(f"unit={self.unit!r}: use tokens or turns")
         return Odometer(self.unit)
 
 
@@ -194,20 +202,18 @@ async def test_launcher_runs_a_trial_whose_turns_the_extra_counts(
         assert line in (await response.text()).splitlines()
 
 
-@pytest.mark.parametrize(
-    ("extra", "expected"),
-    [
-        ({"target": f"{HERE}:Missing"}, "no attribute 'Missing'"),
-        ({"target": f"{HERE}:Odometer"}, "not a subclass of ExtraConfig"),
-        ({"target": f"{HERE}:OdometerConfig"}, r"settings\.unit: Field required"),
-        (EXTRA | {"settings": {"unit": "miles"}}, "unit='miles': use tokens or turns"),
-    ],
-)
-async def test_extra_that_cannot_be_used_is_refused_before_the_proxy_starts(
-    extra: dict[str, Any], expected: str, start_proxy: StartProxy
-) -> None:
-    with pytest.raises(ConfigurationError, match=expected):
-        await start_proxy(extras=[extra])
+def test_proxy_finds_a_part_in_its_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "own_part.py").write_text(OWN_PART)
+    (tmp_path / "proxy.yaml").write_text("extras: [{target: 'own_part:OwnConfig'}]")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("agentic-proxy"), "serve", "--config", "proxy.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (2, "agentic-proxy: no odometer here\n")
 
 
 def test_loss_trains_a_step(tiny_model: Path) -> None:

@@ -37,7 +37,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from proxy.machine.command_line import escape_unknown_characters
+from proxy.machine.command_line import escape_unknown_characters, find_own_modules
 from proxy.machine.direct_hosts import reach_directly
 from trainer.commands.arguments import COMMANDS
 
@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_unknown_characters()
     reach_directly()
     words = sys.argv[1:] if argv is None else argv
-    if "" not in sys.path:
-        sys.path.append("")  # parts of a user's own, in the working folder
+    find_own_modules()
     line = COMMANDS.get(words[0]) if words else None
     parser = _parser() if line is None else line.parser(words[0])
     arguments = parser.parse_args(words if line is None else words[1:])

@@ -32,6 +32,12 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+def find_own_modules() -> None:
+    """Lets a program import parts of a user's own from the working folder, after all others."""
+    if "" not in sys.path:
+        sys.path.append("")
+
+
 def escape_unknown_characters() -> None:
     """Prints a character that the encoding of standard output lacks as an escape, like `\\u2026`,
     as Python does on standard error."""

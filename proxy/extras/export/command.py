@@ -70,7 +70,6 @@ async def _write_records(selection: ExportSelection, to: Path) -> int:
 def _filters(arguments: Namespace) -> Filters:
     predicate = None
     if arguments.where is not None:
-        sys.path.insert(0, "")  # a module in the working folder
         predicate = load_plugin("--where", arguments.where, {})
     return Filters(
         where(arguments),
