@@ -51,7 +51,9 @@ def build_segments(
         _block(turn, index, index not in untrained, routing)
         for index, (turn, routing) in enumerate(zip(turns, routings, strict=True))
     ]
-    return prune(_cut(blocks, hangs))
+    segments = prune(_cut(blocks, hangs))
+    _check_trained(turns, untrained, segments)
+    return segments
 
 
 def flatten(segments: Sequence[Segment]) -> list[Trajectory]:
@@ -136,6 +138,21 @@ def _check_tree(turn: Turn, index: int) -> None:
         raise TrajectoryError(f"{where}: has index {turn.index}; pass all turns, in order")
     if turn.parent is not None and not 0 <= turn.parent < index:
         raise TrajectoryError(f"{where}: parent {turn.parent} is not an earlier turn")
+
+
+def _check_trained(
+    turns: Sequence[Turn], untrained: Collection[int], segments: Sequence[Segment]
+) -> None:
+    """Raises TrajectoryError: the segments train more or fewer tokens than were recorded as sampled
+    in the turns with credit."""
+    credited = (turn for index, turn in enumerate(turns) if index not in untrained)
+    sampled = sum(len(turn.sampled_ids) for turn in credited if turn.sampled)
+    trained = sum(int(segment.mask.sum()) for segment in segments)
+    if trained != sampled:
+        raise TrajectoryError(
+            f"session {turns[0].session_id!r}: {sampled} sampled tokens are recorded, but {trained}"
+            " would be trained"
+        )
 
 
 def _check_sampled(turn: Turn, index: int) -> None:

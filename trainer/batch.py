@@ -235,6 +235,12 @@ def trained_batch(groups: Sequence[Group]) -> Batch:
                 f"rollout {trial}: {count} tokens were sampled, but the batch would train "
                 f"{trained.get(trial, 0):.0f}"
             )
+    unsampled = torch.nonzero(batch.versions < 0)
+    if len(unsampled):
+        raise TrainingError(
+            f"{batch.name(int(unsampled[0]))}: {len(unsampled)} tokens would be trained that no "
+            "version of the weights has sampled"
+        )
     return batch
 
 

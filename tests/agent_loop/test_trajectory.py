@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from agent_loop import trajectory as building
 from agent_loop.errors import TrajectoryError
 from agent_loop.records import Segment
 from agent_loop.trajectory import build_segments, flatten
@@ -121,6 +122,23 @@ def test_record_that_is_not_a_token_tree_is_refused(
     turns = [turn(0, None, 0, [1], [2, 3]), _with(turn(1, 0, 3, [4], [5, 6]), **change)]
     with pytest.raises(TrajectoryError, match=expected):
         build_segments(turns)
+
+
+@pytest.mark.parametrize("counted", [-1, 1])
+def test_segments_that_train_what_was_not_sampled_are_refused(
+    monkeypatch: pytest.MonkeyPatch, counted: int
+) -> None:
+    """A mask that begins a token too early or too late; the mask itself cannot tell."""
+    whole = building._block
+
+    def shifted(turn: Turn, *given: Any) -> Any:
+        block, start = whole(turn, *given), len(turn.prompt_ids)
+        block.mask[start - 1 if counted > 0 else start] = counted > 0
+        return block
+
+    monkeypatch.setattr(building, "_block", shifted)
+    with pytest.raises(TrajectoryError, match=f"2 sampled tokens.*but {2 + counted} would be"):
+        build_segments([turn(0, None, 0, [1, 7], [2, 3])])
 
 
 def trained_ids(turns: Sequence[Turn]) -> list[int]:

@@ -17,6 +17,7 @@ from tests.trainer.algorithms.test_turn_rewards import trial as trial_of_turns
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.presets import PRESETS
 from trainer.batch import Batch, trained_batch
+from trainer.errors import TrainingError
 from trainer.learning.policy_metrics import share_metrics
 from trainer.learning.policy_parts import parts_of
 
@@ -219,3 +220,10 @@ def advantages(
 
 def with_prox(batch: Batch) -> Batch:
     return replace(batch, prox_logprobs=batch.logprobs)
+
+
+def test_token_that_no_version_sampled_is_refused() -> None:
+    """It would count as older than every other, and so be compared with nothing."""
+    known, unknown = aged(trial("a", 1.0, 1), 2), aged(trial("b", 0.0, 1), -1)
+    with pytest.raises(TrainingError, match=r"rollout b, turn 0: .* that no version"):
+        trained_batch([Group("0", TASK, [known, unknown])])
