@@ -14,6 +14,7 @@ and tokens have the same order as in the whole batch, and it holds nothing of th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -227,6 +228,10 @@ def trained_batch(groups: Sequence[Group]) -> Batch:
     if not sampled:
         ends = sorted({r.error or r.status.value for g in groups for r in g.rollouts})
         raise TrainingError(f"no rollout of the batch can be trained: {'; '.join(ends)[:300]}")
+    trials = Counter(r.trial_id for group in groups for r in group.rollouts if r.trainable)
+    trial, times = trials.most_common(1)[0]
+    if times > 1:
+        raise TrainingError(f"rollout {trial} stands {times} times in the batch, not once")
     batch = build_batch(groups)
     trained = dict(zip(batch.trial_ids, batch.rollout_tokens.tolist(), strict=True))
     for trial, count in sampled.items():

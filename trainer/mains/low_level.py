@@ -45,7 +45,7 @@ async def train(
     await engines.send_weights()
     while learner.step < config.trainer.steps:
         drawn = [tasks.draw() for _ in range(config.rollout.groups_per_step)]
-        groups = [await sample(agents, task, learner) for task in drawn]
+        groups = [await sample(agents, task, learner, at) for at, task in enumerate(drawn)]
         batch = trained_batch(groups)
         with learner.engines_asleep():  # if `engine.sleep` is set, their memory is the trainer's
             metrics = learner.compute_logprobs(batch)
@@ -60,15 +60,16 @@ async def train(
     return history
 
 
-async def sample(agents: RunsTrials, task: Task, learner: Learner) -> Group:
-    """The group of one task, whose trials run at the same time."""
+async def sample(agents: RunsTrials, task: Task, learner: Learner, number: int) -> Group:
+    """Group `number` of a step, of one task, whose trials run at the same time."""
     places = range(learner.config.rollout.group_size)
-    seeds = [rollout_seed(learner.config.trainer.seed, learner.step, place) for place in places]
+    seed, step = learner.config.trainer.seed, learner.step
+    seeds = [rollout_seed(seed, step, number, place) for place in places]
     trials = [
         agents.run(task, kind=SessionKind.TRAIN, seed=seed, version=learner.version)
         for seed in seeds
     ]
-    return Group(f"step-{learner.step}-{task.task_id}", task, list(await asyncio.gather(*trials)))
+    return Group(f"step-{step}-{number}", task, list(await asyncio.gather(*trials)))
 
 
 async def run(config: TrainerConfig) -> list[Metrics]:

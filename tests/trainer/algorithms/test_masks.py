@@ -227,3 +227,10 @@ def test_token_that_no_version_sampled_is_refused() -> None:
     known, unknown = aged(trial("a", 1.0, 1), 2), aged(trial("b", 0.0, 1), -1)
     with pytest.raises(TrainingError, match=r"rollout b, turn 0: .* that no version"):
         trained_batch([Group("0", TASK, [known, unknown])])
+
+
+def test_trial_that_stands_twice_in_a_batch_is_refused() -> None:
+    once, another = aged(trial("a", 1.0, 1), 2), aged(trial("b", 0.0, 1), 2)
+    groups = [Group("0", TASK, [once, another]), Group("1", TASK, [another])]
+    with pytest.raises(TrainingError, match="rollout b stands 2 times"):
+        trained_batch(groups)
