@@ -13,11 +13,12 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import starmap
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 import orjson
 
+from proxy.config import EngineConfig
 from proxy.engines.http_engine import (
     CONTROL_TIMEOUT_S,
     Answer,
@@ -28,6 +29,7 @@ from proxy.engines.http_engine import (
     ReportedFailure,
     UnusableAnswer,
     answers,
+    connection,
     finish_reason,
     posting,
     recorded,
@@ -38,11 +40,13 @@ from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, EngineInfo, Sampling
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm_metrics import METRICS, cache_tokens, load_details
-from proxy.errors import EngineError
+from proxy.engines.vocabulary import KnownWords
+from proxy.errors import EngineError, EngineRefusal
 from proxy.extra_registry import BINARY_ROUTE_CLIENT
 from proxy.records import Ids, RoutedExperts, VersionSpan
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.records.routed_experts import load, load_text
+from proxy.rendering.rendering import Rendering
 from proxy.settings.plugins import load_plugin
 
 GENERATE = "/inference/v1/generate"
@@ -146,7 +150,9 @@ class BinaryRoute(Protocol):
 class VllmEngine(HttpEngine):
     """Posts by the binary route where the server has it."""
 
-    def __init__(self, url: str, **more: Any) -> None:
+    def __init__(self, url: str, *, words: KnownWords | None = None, **more: Any) -> None:
+        """`words`: of the proxy's model; without them, the engine's vocabulary is not checked."""
+        self._words = words
         self._prompts = PromptJson()
         self._post_json = posting(GENERATE, partial(encode, self._prompts))
         super().__init__(url, post=self._post_by_either_route, decode=decode, **more)
@@ -156,6 +162,11 @@ class VllmEngine(HttpEngine):
         self._info.adapters = True
         self._metrics_read = False
         self._sends_load = False
+        self._is_vocabulary_known = False
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, rendering: Rendering) -> Self:
+        return cls(words=KnownWords.of(rendering.tokenizer), **connection(config))
 
     async def _post_by_either_route(
         self, upstream: Upstream, call: EngineCall, received: Received
@@ -192,7 +203,7 @@ class VllmEngine(HttpEngine):
         try:
             await super().check()
         except EngineError:
-            self._has_frames = None
+            self._has_frames, self._is_vocabulary_known = None, False
             raise
 
     async def close(self) -> None:
@@ -203,11 +214,30 @@ class VllmEngine(HttpEngine):
     async def _learn(self) -> None:
         read, self._metrics_read = self._metrics_read, False  # a check that fails reads them again
         await super()._learn()
+        await self._check_vocabulary()
         self._metrics_read = read or await self._read_metrics()
         await self._learn_version("/weight_info")
         if self._has_frames is None and self._frames is not None:
             with contextlib.suppress(EngineError):  # the other routes work
                 self._has_frames = await self._frames.connect()
+
+    async def _check_vocabulary(self) -> None:
+        """Raises EngineError: the engine serves a model with other words. One that has no tokenizer
+        (`--skip-tokenizer-init`) does not say."""
+        if self._words is None or self._is_vocabulary_known:
+            return
+        self._is_vocabulary_known, said = True, None
+        body = orjson.dumps({"tokens": self._words.ids})
+        with contextlib.suppress(EngineError, EngineRefusal):
+            said = self._upstream.parse(
+                await self._upstream.post("/detokenize", body, timeout_s=CONTROL_TIMEOUT_S)
+            )
+        text = said.get("prompt") if isinstance(said, dict) else None
+        if isinstance(text, str) and (difference := self._words.difference(text)):
+            raise self._upstream.fault(
+                f"serves a model with another vocabulary than the proxy's ({difference}); give both"
+                " the same checkpoint"
+            )
 
     async def _read_metrics(self) -> bool:
         """Whether the engine has sent metrics that do not change: it has never sent its load. An
