@@ -31,7 +31,7 @@ from agent_loop.task_sources.protocol import (
 )
 from agent_loop.task_sources.registry import AnyTaskSource
 from proxy.errors import ConfigurationError
-from proxy.settings.extra import Extra
+from proxy.settings.late_section import LateSection
 from proxy.settings.section import Common, Section
 
 MAX_HELD_OUT = 100_000
@@ -51,7 +51,7 @@ class DataConfig(Section):
     val_sources: Mapping[str, AnyTaskSource] = Field(default_factory=dict)
     """Other sources of held-out tasks, by their names; an endless one needs a `limit`."""
     harbor: Annotated[
-        TaskFolders | None, Extra("agent_loop.extras.harbor.task_folders:HarborDataConfig")
+        TaskFolders | None, LateSection("agent_loop.extras.harbor.task_folders:HarborDataConfig")
     ] = None
     """Folders of Harbor tasks: `harbor.train_dir`, `harbor.val_dir`."""
     weights: Mapping[str, float] = Field(default_factory=dict)

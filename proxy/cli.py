@@ -56,12 +56,12 @@ def serve(arguments: argparse.Namespace) -> int:
         from proxy.config import load_config
         from proxy.machine import logs
         from proxy.machine.secrecy import hide_memory
-        from proxy.settings.extra import extra
+        from proxy.settings.late_section import load_extra
 
     hide_memory()
     config = load_config(arguments.config, **_overrides(arguments))
     if arguments.upstream is not None:
-        with_upstream = extra("proxy.extras.engines.hosted:with_upstream")
+        with_upstream = load_extra("proxy.extras.engines.hosted:with_upstream")
         config = with_upstream(config, arguments.upstream, arguments.upstream_model, os.environ)
     logs.set_up(config.log, config.log_level)
     announce = partial(_announce, None if config.admin_key else key_file(config))
@@ -72,13 +72,13 @@ def serve(arguments: argparse.Namespace) -> int:
 def _announce(admin_key: Path | None, config: ProxyConfig, url: str, said: list[str]) -> None:
     from proxy.extra import URL  # imported here to keep --help fast
     from proxy.machine.secrecy import without_password
-    from proxy.settings.extra import extra
+    from proxy.settings.late_section import load_extra
 
     session = f"{url}/my-session" if config.sessions.auto_create else url
     key = "any" if config.sessions.auto_create else "<a session's key>"
     print(f"recording proxy on {url}, store {without_password(config.store)}")
     print(f"export OPENAI_BASE_URL={session}/v1 OPENAI_API_KEY={key}", flush=True)
-    if config.model == extra("proxy.extras.engines.hosted:TEXT_ONLY"):
+    if config.model == load_extra("proxy.extras.engines.hosted:TEXT_ONLY"):
         print("this records text, not tokens: for evaluation and SFT, not for RL", flush=True)
     if admin_key is not None:
         print(f"the admin key is in {admin_key}", flush=True)

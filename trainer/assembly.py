@@ -37,7 +37,7 @@ from proxy.engines import vllm_platform
 from proxy.machine.direct_hosts import reach_directly
 from proxy.machine.landlock import missing
 from proxy.records import Ids
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.cluster.device_plan import fitted, gpus_here
 from trainer.cluster.ranks import device_of
 from trainer.config import TrainerConfig
@@ -302,7 +302,7 @@ def build_agents(
 
 
 def _of_clients() -> Launcher:
-    launcher: Launcher = extra("agent_loop.extras.swarm.launcher:SwarmLauncher")()
+    launcher: Launcher = load_extra("agent_loop.extras.swarm.launcher:SwarmLauncher")()
     return launcher
 
 

@@ -33,7 +33,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from proxy.run_files.files import replace_file
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.errors import CheckpointError
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.segment import Named
@@ -438,7 +438,7 @@ def open_mirror(url: str | None, *, keep_last: int) -> Mirror | None:
     """
     if url is None:
         return None
-    mirror: Mirror = extra("trainer.extras.mirror:CheckpointMirror")(url, keep_last=keep_last)
+    mirror: Mirror = load_extra("trainer.extras.mirror:CheckpointMirror")(url, keep_last=keep_last)
     return mirror
 
 

@@ -22,7 +22,7 @@ from agent_loop.tasks import DataConfig
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig
 from proxy.http.web_guard import EVERYWHERE
-from proxy.settings.extra import Extra
+from proxy.settings.late_section import LateSection
 from proxy.settings.section import Section
 from trainer.algorithms.probe import broken_parts, settings_without_effect
 from trainer.cluster.config import ProcessesConfig
@@ -38,9 +38,11 @@ class TrainerConfig(ProcessesConfig):
     agents: Mapping[str, OneOfAgents] = Field(default_factory=dict)
     """Several agents by name, in place of `remote_agent`: each has the keys of `remote_agent`, its
     `weight`, and optionally its own `data`."""
-    swarm: Annotated[Section | None, Extra("agent_loop.extras.swarm.config:SwarmConfig")] = None
+    swarm: Annotated[Section | None, LateSection("agent_loop.extras.swarm.config:SwarmConfig")] = (
+        None
+    )
     """If set, clients bring the tasks and run the agents (`agentic-train --swarm-server`)."""
-    sft: Annotated[Section | None, Extra("trainer.extras.sft.config:SftConfig")] = None
+    sft: Annotated[Section | None, LateSection("trainer.extras.sft.config:SftConfig")] = None
     """If set, the run is supervised fine-tuning on recorded sessions (`agentic-train sft`). It uses
     the sections `model`, `optimizer`, `trainer`, `cluster` and `logging`, and the renderer of
     `proxy_server`; it may also have those of the agent's own training, which then have no effect.

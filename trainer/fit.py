@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from agent_loop.evaluator import EvalConfig, EvalReport
 from agent_loop.producers.protocol import Producer
 from agent_loop.records import Group
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch, trained_batch
 from trainer.checkpoint import Checkpoints, CheckpointUploads
@@ -74,7 +74,7 @@ class TrainOn:
         """
         metrics: dict[str, Metrics] = {}
         tokens: list[TokenColumns] = []
-        watched = extra(WITNESS)(learners) if self.keep_evidence else None
+        watched = load_extra(WITNESS)(learners) if self.keep_evidence else None
         with learners.engines_asleep():
             for name, groups in learners.parts(self.groups).items():
                 learner = learners.trained[name]

@@ -24,7 +24,7 @@ from proxy.machine import logs
 from proxy.machine.secrecy import hide_memory
 from proxy.run_files.files import replace_file, truncate_jsonl
 from proxy.run_files.verdict import verdict_lines
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from proxy.settings.section import Section
 from trainer.assembly import TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Mirror, MirroredCheckpoint, Saved, open_mirror
@@ -305,7 +305,7 @@ def _report(log: RunLog, status: str) -> None:
     """Writes and sends the report of a run that has ended; what fails there is a warning."""
     folder, written = log.folder, ""
     with errors_as_warnings(f"{log.folder.report.name} could not be written", log.progress.say):
-        report = extra("trainer.extras.report:write_report")(folder)
+        report = load_extra("trainer.extras.report:write_report")(folder)
         written = f", {report.page}"
         log.report(report.page, report.transcripts)
     log.progress.say(f"{status} after {log.wall_s:.0f} s: {folder.summary}{written}")

@@ -15,7 +15,7 @@ from agent_loop.launchers.command import CommandConfig
 from agent_loop.launchers.protocol import Launcher, LauncherConfig
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from proxy.errors import ConfigurationError
-from proxy.settings.extra import Extra
+from proxy.settings.late_section import LateSection
 from proxy.settings.outside_part import OutsidePart
 from proxy.settings.section import Section
 
@@ -39,28 +39,30 @@ class AgentConfig(Section):
 
     command: CommandConfig | None = None
     """A program: `command.argv` starts it, and its environment describes the trial."""
-    python: Annotated[LauncherConfig | None, Extra("agent_loop.launchers.python:PythonConfig")] = (
-        None
-    )
+    python: Annotated[
+        LauncherConfig | None, LateSection("agent_loop.launchers.python:PythonConfig")
+    ] = None
     """A Python function, `python.target`, in a process of its own."""
-    http: Annotated[LauncherConfig | None, Extra("agent_loop.launchers.http:HttpConfig")] = None
-    """A service that runs agents, at `http.url`."""
-    harbor: Annotated[LauncherConfig | None, Extra(f"{_EXTRAS}.harbor.launcher:HarborConfig")] = (
+    http: Annotated[LauncherConfig | None, LateSection("agent_loop.launchers.http:HttpConfig")] = (
         None
     )
+    """A service that runs agents, at `http.url`."""
+    harbor: Annotated[
+        LauncherConfig | None, LateSection(f"{_EXTRAS}.harbor.launcher:HarborConfig")
+    ] = None
     """An agent of Harbor: `harbor.agent_name` or `harbor.agent_import_path`."""
     kubernetes: Annotated[
-        LauncherConfig | None, Extra(f"{_EXTRAS}.kubernetes.launcher:KubernetesConfig")
+        LauncherConfig | None, LateSection(f"{_EXTRAS}.kubernetes.launcher:KubernetesConfig")
     ] = None
     """A pod of a Kubernetes Job for each trial, from `kubernetes.image`."""
-    ray: Annotated[LauncherConfig | None, Extra(f"{_EXTRAS}.ray.launcher:RayConfig")] = None
+    ray: Annotated[LauncherConfig | None, LateSection(f"{_EXTRAS}.ray.launcher:RayConfig")] = None
     """A program in a task of a Ray cluster for each trial: `ray.argv` starts it."""
     verifiers: Annotated[
-        LauncherConfig | None, Extra(f"{_EXTRAS}.environments.verifiers:VerifiersConfig")
+        LauncherConfig | None, LateSection(f"{_EXTRAS}.environments.verifiers:VerifiersConfig")
     ] = None
     """An environment of the package `verifiers`: `verifiers.env`. It brings tasks and rewards."""
     openenv: Annotated[
-        LauncherConfig | None, Extra(f"{_EXTRAS}.environments.openenv:OpenEnvConfig")
+        LauncherConfig | None, LateSection(f"{_EXTRAS}.environments.openenv:OpenEnvConfig")
     ] = None
     """An environment of an OpenEnv server, at `openenv.url`. It gives the rewards."""
     launcher: OutsideLauncher | None = None

@@ -17,7 +17,7 @@ from agent_loop.rewards.protocol import JudgeSection, OwnRewardConfig, RewardCon
 from agent_loop.rewards.reported import LauncherReward, PostedReward
 from agent_loop.rewards.verifier import VerifierConfig
 from proxy.errors import ConfigurationError
-from proxy.settings.extra import Extra
+from proxy.settings.late_section import LateSection
 from proxy.settings.outside_part import OutsidePart
 from proxy.settings.section import Section
 
@@ -41,13 +41,13 @@ class RewardsConfig(Section):
     verifier: VerifierConfig | None = None
     """Reward from a program that runs in the trial's working directory after the agent has
     ended."""
-    grader: Annotated[OwnRewardConfig | None, Extra("agent_loop.rewards.grader:GraderConfig")] = (
-        None
-    )
+    grader: Annotated[
+        OwnRewardConfig | None, LateSection("agent_loop.rewards.grader:GraderConfig")
+    ] = None
     """Reward from a Python function."""
-    judge: Annotated[JudgeSection | None, Extra("agent_loop.extras.judge.reward:JudgeConfig")] = (
-        None
-    )
+    judge: Annotated[
+        JudgeSection | None, LateSection("agent_loop.extras.judge.reward:JudgeConfig")
+    ] = None
     """Reward from a language model."""
     reward: OutsideReward | None = None
     """Reward from a source of your own: `reward.target` names the class of its section."""

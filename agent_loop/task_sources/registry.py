@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from agent_loop.records import Task
 from agent_loop.task_sources.protocol import TaskSource, TaskSourceConfig
-from proxy.settings.extra import Extra
+from proxy.settings.late_section import LateSection
 
 _EXTRAS = "agent_loop.extras"
 
@@ -26,23 +26,23 @@ class AnyTaskSource(TaskSourceConfig):
     limit: int | None = Field(None, ge=1)
     """Number of tasks of an epoch, the first ones; None: all."""
     function: Annotated[
-        TaskSourceConfig | None, Extra("agent_loop.task_sources.function:FunctionTasks")
+        TaskSourceConfig | None, LateSection("agent_loop.task_sources.function:FunctionTasks")
     ] = None
     """A Python function that yields tasks."""
     dataset: Annotated[
-        TaskSourceConfig | None, Extra("agent_loop.task_sources.dataset:DatasetTasksConfig")
+        TaskSourceConfig | None, LateSection("agent_loop.task_sources.dataset:DatasetTasksConfig")
     ] = None
     """A Hugging Face dataset, of the hub or of a local folder."""
     verifiers: Annotated[
-        TaskSourceConfig | None, Extra(f"{_EXTRAS}.environments.task_source:VerifiersTasks")
+        TaskSourceConfig | None, LateSection(f"{_EXTRAS}.environments.task_source:VerifiersTasks")
     ] = None
     """The tasks of an environment of the package `verifiers`."""
     harbor: Annotated[
-        TaskSourceConfig | None, Extra(f"{_EXTRAS}.harbor.task_source:HarborTasks")
+        TaskSourceConfig | None, LateSection(f"{_EXTRAS}.harbor.task_source:HarborTasks")
     ] = None
     """A dataset of a Harbor registry."""
     resets: Annotated[
-        TaskSourceConfig | None, Extra(f"{_EXTRAS}.environments.task_source:ResetTasks")
+        TaskSourceConfig | None, LateSection(f"{_EXTRAS}.environments.task_source:ResetTasks")
     ] = None
     """Resets of an OpenEnv environment with seeds."""
 

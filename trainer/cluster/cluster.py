@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from proxy.client import ProxyClient
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.rank_zero import RankZero
 from trainer.run.folder import RunFolder
@@ -165,7 +165,7 @@ def joining_engines(
     """Those of the section `relay`. `say` is called with a line for the user."""
     if not config.relay_workers:
         return NoEngines()
-    workers: JoiningEngines = extra("trainer.extras.relay.workers:RelayWorkers")(
+    workers: JoiningEngines = load_extra("trainer.extras.relay.workers:RelayWorkers")(
         config, folder, cluster, say
     )
     return workers

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from proxy.config import RetentionConfig
-from proxy.settings.extra import Extra
+from proxy.settings.late_section import LateSection
 from proxy.settings.reaching import ClusterRoom
 from proxy.settings.section import Common, Section
 from trainer.cluster.proxy_server import ProxyServerConfig
@@ -75,16 +75,16 @@ class ProcessesConfig(RanksConfig):
 
     proxy_server: ProxyServerConfig = ProxyServerConfig()
     cluster: ClusterConfig = ClusterConfig()
-    relay: Annotated[JoiningSection | None, Extra("trainer.extras.relay.config:RelaySection")] = (
-        None
-    )
+    relay: Annotated[
+        JoiningSection | None, LateSection("trainer.extras.relay.config:RelaySection")
+    ] = None
     """Engines that a run starts where it cannot connect to, but they can to it."""
     retention: RetentionConfig = RetentionConfig()
     """How long sessions are kept in the run's own store. The same limits apply to the folders in
     its `trials/`. Samples that wait to be trained are stored elsewhere."""
-    telemetry: Annotated[Section | None, Extra("proxy.extras.telemetry.spans:TelemetryConfig")] = (
-        None
-    )
+    telemetry: Annotated[
+        Section | None, LateSection("proxy.extras.telemetry.spans:TelemetryConfig")
+    ] = None
     """OpenTelemetry of the trainer and of the proxy that it starts."""
 
     @property

@@ -22,7 +22,7 @@ from proxy.client import ProxyClient, ProxyClientError, patiently
 from proxy.engines.vllm_server import STOP_GRACE_S
 from proxy.errors import EngineError
 from proxy.routing.policies import BASE
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.algorithms.token_loss import Metrics
 from trainer.cluster.cluster import ProxyService, Replica
 from trainer.cluster.local_engine import HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S
@@ -91,7 +91,7 @@ class RunEngines:
         """Names of the policies that were published; "" are the engines' own weights."""
         self._relay: PulledWeights | None = None
         if publish_timeout_s is not None:
-            self._relay = extra("trainer.extras.relay.weights:RelayWeights")(
+            self._relay = load_extra("trainer.extras.relay.weights:RelayWeights")(
                 rank_zero, run, publish_timeout_s, say, patience_s=proxy_patience_s
             )
         self.proxy: ProxyClient | None = None

@@ -24,7 +24,7 @@ from agent_loop.processes.listening import ListeningPorts
 from proxy.engines import guard
 from proxy.engines.vllm_server import socket_folder
 from proxy.machine.secrecy import inherited, pipe_with
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.cluster.cluster import WorkerProcess
 from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.device_plan import gpus_here, plan_devices
@@ -116,7 +116,7 @@ class LocalCluster:
         return LocalReplica(make)
 
     def relay_worker(self, entry: Any, order: Any, log: Path) -> WorkerProcess:
-        worker: WorkerProcess = extra("trainer.extras.relay.worker_process:on_this_machine")(
+        worker: WorkerProcess = load_extra("trainer.extras.relay.worker_process:on_this_machine")(
             order, log
         )
         return worker

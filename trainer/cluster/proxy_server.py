@@ -27,7 +27,7 @@ from proxy.engines import guard
 from proxy.machine.direct_hosts import with_direct_hosts
 from proxy.machine.port import bind_socket, family, http_url
 from proxy.machine.secrecy import LatePipe
-from proxy.settings.extra import Extra
+from proxy.settings.late_section import LateSection
 from proxy.settings.reaching import ListeningAddress, StartTimeout
 from proxy.settings.section import Common
 from trainer.errors import TrainerError
@@ -60,7 +60,7 @@ class ProxyServerConfig(RecordingConfig, RenderingConfig, StartTimeout, Listenin
     (`engine.publish`); the run does not restart them."""
     llm_proxy_ip: Common[str | None] = None
     """Address at which agents on other machines reach the proxy; None: `host`."""
-    rules: Annotated[Sequence[Any], Extra("proxy.extras.rules.rules:Rules")] = Field(
+    rules: Annotated[Sequence[Any], LateSection("proxy.extras.rules.rules:Rules")] = Field(
         default_factory=list
     )
     """Searches that the started proxy makes in every recorded turn. They mark its session, and may

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from proxy.errors import ConfigurationError
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.cluster.cluster import Cluster
 from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.local import LocalCluster
@@ -28,7 +28,7 @@ async def open_cluster(
         yield LocalCluster(config, folder, control)
         return
     try:
-        ray_cluster = extra("trainer.extras.ray.cluster:ray_cluster")
+        ray_cluster = load_extra("trainer.extras.ray.cluster:ray_cluster")
     except ConfigurationError as error:
         raise ConfigError(f"cluster.backend=ray: {error}; run `pip install ray`") from error
     async with ray_cluster(config, folder, control) as cluster:

@@ -17,7 +17,7 @@ from typing import Any
 from proxy.admin_key import client_key
 from proxy.client import ProxyClient
 from proxy.machine.port import usable_port
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from proxy.store import open_store
 from trainer.cluster.cluster import Cluster, JoiningEngines, ProxyService, joining_engines
 from trainer.cluster.config import ProcessesConfig
@@ -154,8 +154,8 @@ async def _said_link(folder: RunFolder, url: str) -> str:
     """What is said of a link that opens the run's page once."""
     store = await open_store(f"sqlite:///{folder.sessions.absolute()}")
     try:
-        secret = await extra("proxy.extras.view.access:new_link")(store.browser)
-        said_link = extra("proxy.extras.view.access:said_link")
+        secret = await load_extra("proxy.extras.view.access:new_link")(store.browser)
+        said_link = load_extra("proxy.extras.view.access:said_link")
         said: str = said_link(url, secret, folder.path.absolute() / "page.link")
         return said
     finally:

@@ -21,7 +21,7 @@ from proxy.machine import logs
 from proxy.machine.command_line import importing
 from proxy.machine.logs import LogLevel
 from proxy.machine.secrecy import hide_memory
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.errors import ConfigError, TrainerError
 from trainer.run.folder import RunFolder
 from trainer.settings.values import Sources
@@ -118,7 +118,7 @@ def _serve_swarm(command: Command, address: str) -> int:
     words = ["swarm={}", *command.words, *level]
     begin = [*program, "--config", "{config}", *words]
     resume = [*program, "resume", "{run_dir}", *words]
-    options = extra("agent_loop.extras.swarm.serve:ServeOptions")(
+    options = load_extra("agent_loop.extras.swarm.serve:ServeOptions")(
         address,
         state_dir,
         begin,
@@ -127,19 +127,19 @@ def _serve_swarm(command: Command, address: str) -> int:
         default_config=DEFAULT_SWARM_CONFIG,
     )
 
-    place = extra("agent_loop.extras.swarm.token:token_place")
+    place = load_extra("agent_loop.extras.swarm.token:token_place")
 
     def listening(url: str) -> None:
         print(f"swarm server on {url}\nits token is in {place(state_dir)}", flush=True)
 
-    asyncio.run(extra("agent_loop.extras.swarm.serve:serve")(options, listening))
+    asyncio.run(load_extra("agent_loop.extras.swarm.serve:serve")(options, listening))
     return 0
 
 
 def _report(words: Sequence[str]) -> int:
     if len(words) != 1:
         raise ConfigError("report: give one run's folder, like runs/quickstart")
-    report = extra("trainer.extras.report:write_report")(RunFolder.open(Path(words[0])))
+    report = load_extra("trainer.extras.report:write_report")(RunFolder.open(Path(words[0])))
     print(report.page)
     return 0
 

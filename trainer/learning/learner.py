@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from proxy.records import ServedPolicy
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.algorithms.aggregation import Aggregation
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
@@ -127,7 +127,7 @@ class Learner:
         """
         metrics: Metrics = {}
         if self.config.model.router_replay == "replay":
-            compare = extra("trainer.extras.experts.routing_mismatch:routing_metrics")
+            compare = load_extra("trainer.extras.experts.routing_mismatch:routing_metrics")
             metrics = compare(self.models, batch, self.config.rollout.temperature)
         if not self.algorithm.needs_prox:
             return metrics
@@ -229,7 +229,7 @@ class Learner:
             WeightSyncError: the weights could not be written.
         """
         if self._publishing is None:
-            self._publishing = extra("trainer.extras.relay.learner_weights:Publishing")(
+            self._publishing = load_extra("trainer.extras.relay.learner_weights:Publishing")(
                 self.config,
                 self.models,
                 self.probe,

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import Batch, BatchPart
 from trainer.learning.model_checks import (
@@ -305,7 +305,7 @@ def _policy(
     weights_of: TrainablePolicy | None = None,
 ) -> TrainablePolicy:
     if ranks.parallelism.divides_model:
-        divided: TrainablePolicy = extra("trainer.extras.automodel.policy:AutomodelPolicy")(
+        divided: TrainablePolicy = load_extra("trainer.extras.automodel.policy:AutomodelPolicy")(
             model, optimizer, device=device, ranks=ranks, total_steps=total_steps
         )
         return divided

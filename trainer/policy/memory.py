@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.initialization import no_init_weights
 
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.compiled_layers import KeptByGraphs
 from trainer.policy.context_parallel import ContextRanks
@@ -380,8 +380,8 @@ def _saved(settings: Any, model: ModelConfig, micro: MicroBatch, kernels: bool) 
         )
         use_packed_rows(network)
         if kernels and has_delta_layers(network):
-            kernel = extra("trainer.extras.hybrids.delta_memory:KernelShapes")()
-            extra("trainer.extras.hybrids.delta_rule:fork_states")(network, kernel)
+            kernel = load_extra("trainer.extras.hybrids.delta_memory:KernelShapes")()
+            load_extra("trainer.extras.hybrids.delta_rule:fork_states")(network, kernel)
         if model.checkpoints:
             recompute(network, model)
         layers = network.get_decoder().layers

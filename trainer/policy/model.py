@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.errors import ConfigError
 from trainer.policy.adapter import EarlyAdapters, check_adapter
 from trainer.policy.architecture import check_model, without_noise
@@ -52,9 +52,9 @@ def load_model(
     problem = prove(settings, config.path)
     replays = config.router_replay == "replay" and trainable
     if replays:
-        extra("trainer.extras.experts.router_replay:check_replay")(settings, config.path)
+        load_extra("trainer.extras.experts.router_replay:check_replay")(settings, config.path)
     if config.router_aux_loss and trainable:
-        extra("trainer.extras.experts.router_balance:check_balance")(settings, config.path)
+        load_extra("trainer.extras.experts.router_balance:check_balance")(settings, config.path)
     lora = config.lora if trainable else None
     adapters = None if place is None or lora is None else EarlyAdapters(partial(_add_lora, lora))
 
@@ -80,7 +80,7 @@ def load_model(
     use_packed_rows(model)
     use_wide_products(model)
     if replays:
-        extra("trainer.extras.experts.router_replay:replay_routing")(model)
+        load_extra("trainer.extras.experts.router_replay:replay_routing")(model)
     if config.checkpoints and trainable:
         recompute(model, config)
     if lora is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.algorithms.token_loss import LossFunction, Metrics
 from trainer.batch import Batch, BatchPart, RowPlan, part_in_micro_batches
 from trainer.errors import TrainingError
@@ -84,7 +84,9 @@ class Policy:
             self.model = self.model.to(self.device)
         balance: BalanceLoss | None = None
         if optimizer and config.router_aux_loss:
-            balance = extra("trainer.extras.experts.router_balance:RouterBalance.of")(self.model)
+            balance = load_extra("trainer.extras.experts.router_balance:RouterBalance.of")(
+                self.model
+            )
         offload = config.activation_offload and optimizer is not None
         dtype = DTYPES[config.compute_dtype]
         fused = config.compiles and self.device.type == "cuda"
@@ -107,7 +109,7 @@ class Policy:
         Raises TrainingError as `parts`, which has checked a rank's own part of a batch.
         """
         if self.replays and not batch.micro_batches:
-            extra("trainer.extras.experts.router_replay:check_rows")(self.model, batch)
+            load_extra("trainer.extras.experts.router_replay:check_rows")(self.model, batch)
         return pack_for(self.model, self.config, batch, sequences, in_pieces=True)
 
     def parts(self, batch: Batch, sequences: Iterable[int] | None = None) -> list[BatchPart]:
@@ -117,7 +119,7 @@ class Policy:
         experts of another model.
         """
         if self.replays:
-            extra("trainer.extras.experts.router_replay:check_rows")(self.model, batch)
+            load_extra("trainer.extras.experts.router_replay:check_rows")(self.model, batch)
         return parts_for(self.model, self.config, self.ranks, batch, sequences, in_pieces=True)
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import AttentionInterface
 
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.policy.attention import packed_attention
 from trainer.policy.compiled_layers import outside_graphs
 from trainer.policy.context_parallel import of_part, of_whole
@@ -38,7 +38,7 @@ def use_packed_rows(model: Any) -> None:
     AttentionInterface.register(ATTENTION, outside_graphs(packed_attention))
     model.set_attn_implementation(ATTENTION)
     if has_delta_layers(model):
-        extra("trainer.extras.hybrids.delta_rule:fork_states")(model)
+        load_extra("trainer.extras.hybrids.delta_rule:fork_states")(model)
 
 
 class Scored(NamedTuple):

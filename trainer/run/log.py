@@ -27,7 +27,7 @@ from proxy.run_files.intervals import bootstrap_interval
 from proxy.run_files.lines import line_of
 from proxy.run_files.tokens import remove_steps_after
 from proxy.run_files.verdict import RunVerdict, VerdictJson, Word
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from proxy.settings.section import Common, Section
 from trainer.run.folder import RunFolder
 from trainer.run.metrics import (
@@ -152,7 +152,7 @@ class RunLog:
         self._trials = folder.trials_log.open("a", buffering=1, encoding="utf-8")
         self._telemetry: SeesRun | None = None
         if telemetry is not None:
-            sending = extra("trainer.extras.telemetry:run_telemetry")
+            sending = load_extra("trainer.extras.telemetry:run_telemetry")
             self._telemetry = sending(telemetry, folder.path.name, resolved)
         ended = (lambda _: None) if self._telemetry is None else self._telemetry.phase
         self._phases = PhaseLog(folder.phases, ended)
@@ -166,7 +166,7 @@ class RunLog:
             self._tokens = TokenLog(folder.tokens, config.token_bytes, self.progress.say)
         self._ledger: WritesLedger | None = None
         if begins_with is not None:
-            self._ledger = extra("trainer.extras.ledger.ledger:Ledger")(folder, begins_with)
+            self._ledger = load_extra("trainer.extras.ledger.ledger:Ledger")(folder, begins_with)
         self._wall_before_s = float(self.summary.get("wall_s", 0.0))
         for of_the_past in ("error", "verdict"):  # of the process whose run this one continues
             self.summary.pop(of_the_past, None)

@@ -31,8 +31,8 @@ from agent_loop.outside_parts import OwnFunction
 from proxy.config import SECTIONS, ProxyConfig
 from proxy.errors import ConfigurationError
 from proxy.extra_registry import section_type
-from proxy.settings.extra import Extra
 from proxy.settings.hub import model_folder
+from proxy.settings.late_section import LateSection
 from proxy.settings.section import COMMON, Section
 from trainer.algorithms.part import NamedPart, Parts
 from trainer.config import TrainerConfig
@@ -170,7 +170,7 @@ def _parts(metadata: Iterable[Any]) -> tuple[type[BaseModel], ...]:
     for each in metadata:
         if isinstance(each, Parts):
             return each.classes
-        if isinstance(each, Extra):
+        if isinstance(each, LateSection):
             return tuple(_models(each.kind))
     return ()
 

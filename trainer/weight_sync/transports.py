@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.engine import Backend
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.address import address_towards
@@ -297,7 +297,9 @@ def _trainer_init_info(control: EngineControl, backend: Literal["nccl", "gloo"])
     address = address_towards(parts.hostname or "", parts.port or 80)
     world_size = 1 + sum(control.world_sizes())
     if backend == "gloo":
-        return extra("trainer.extras.gloo.trainer:GlooTrainerInit")(address, 0, world_size, rank=0)
+        return load_extra("trainer.extras.gloo.trainer:GlooTrainerInit")(
+            address, 0, world_size, rank=0
+        )
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     with socket.socket() as probe:

@@ -16,7 +16,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 from proxy.machine.swept_folder import LOCK, memory_prefix
-from proxy.settings.extra import extra
+from proxy.settings.late_section import load_extra
 from trainer.weight_sync import cpu_seeds, cpu_without_images, vllm_responses
 
 
@@ -28,7 +28,7 @@ def register() -> None:
     name_shared_memory(Path(os.environ.get("VLLM_RPC_BASE_PATH", "")))
     vllm_responses.install()
     vllm_dtypes.install()
-    extra("trainer.extras.experts.cpu_routed_experts:install")()
+    load_extra("trainer.extras.experts.cpu_routed_experts:install")()
     cpu_without_images.install()
     cpu_seeds.install()
 

@@ -15,22 +15,20 @@ from pydantic_core import CoreSchema, core_schema
 from proxy.settings.plugins import load_plugin
 
 
-def extra(path: str) -> Any:
+def load_extra(path: str) -> Any:
     """The object of an extra at `module:name`, whose module is imported now.
 
-    Example: write: Callable[[RunFolder], Report] = extra("trainer.extras.report:write_report")
+    Example: write: Callable[[RunFolder], Report] = load_extra("trainer.extras.report:write_report")
     """
     return load_plugin("extra", path, {})
 
 
 @dataclass(frozen=True)
-class Extra:
+class LateSection:
     """The section of an extra, as the annotation of the field that names it.
 
     Example:
-        ray: Annotated[LauncherConfig | None, Extra("agent_loop.extras.ray.launcher:RayConfig")] = (
-            None
-        )
+        ray: Annotated[Any, LateSection("agent_loop.extras.ray.launcher:RayConfig")] = None
     """
 
     path: str
@@ -39,7 +37,7 @@ class Extra:
     @property
     def kind(self) -> Any:
         """The section's type, which is imported now."""
-        return extra(self.path)
+        return load_extra(self.path)
 
     def parse(self, value: Any) -> Any:
         """What a value of a configuration describes; None for None.
