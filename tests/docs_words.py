@@ -17,7 +17,10 @@ from tests.pages import PAGES, name_of
 
 MOST_WORDS = 30_000
 MOST_WORDS_OF_A_PAGE = 1_500
-GENERATED = {"docs/configuration.md", "docs/fields.md", "docs/metrics.md", "docs/routes.md"}
+GENERATED = {
+    f"docs/{name}.md"
+    for name in ("configuration", "fields", "glossary", "metrics", "routes", "verdicts")
+}
 NOT_A_USERS = ("docs/notes/", "docs/api/", "CONTRIBUTING.md")
 _GENERATED = re.compile(
     r"<!-- (?:trained|refused) -->.*?<!-- end -->|<!-- (\w+): begin -->.*?<!-- \1: end -->", re.S
