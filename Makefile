@@ -80,7 +80,7 @@ starter: setup
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out examples/mini_swe_agent/model
 	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 3840 --epochs 4 --batch 16 --max-loss 0.08 --out benchmarks/compaction/model
-	$(BIN)/python -m examples.starter_model --expert examples.claude_code.expert:transcript --transcripts 3840 --max-loss 0.2 --context-tokens 4096 --out examples/claude_code/model
+	$(BIN)/python -m examples.starter_model --expert examples.claude_code.expert:transcript --transcripts 4480 --lengths mixed --context-tokens 4096 --out examples/claude_code/model
 
 dist: setup ## build the wheel and, with npm, the Helm chart in dist/, and the overrides that the extras need
 	rm -rf build dist
@@ -143,7 +143,7 @@ train-harbor: $(AGENTS)/python/.ready harbor ## mini-swe-agent learns in Harbor 
 train-mini: $(AGENTS)/python/.ready ## mini-swe-agent from PyPI learns to solve shell tasks
 	$(BIN)/agentic-train --config examples/mini_swe_agent/agentic_trainer.yaml $(ARGS)
 
-# Claude Code, unmodified, with its own tools in small repositories; docs/notes/results.md says how far it came.
+# Claude Code, unmodified, with its own tools in small repositories (docs/notes/results.md).
 train-claude-code: $(AGENTS)/.ready
 	$(BIN)/agentic-train --config examples/claude_code/agentic_trainer.yaml $(ARGS)
 

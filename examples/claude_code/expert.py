@@ -48,13 +48,13 @@ NOTHING = "(Bash completed with no output)"
 DONE = "Done."
 
 # Probability of each mistake in the situations where it can be made.
-_STOPS_AT_ONCE = 0.02
-_EDITS_UNREAD = 0.25
-_GIVES_UP = 0.5
-_ONLY_READS = 0.08
-_WRONG_RESULT = 0.4
-_WRONG_TEXT = 0.1
-_ONLY_SHOWS = 0.5
+_STOPS_AT_ONCE = 0.03
+_EDITS_UNREAD = 0.4
+_GIVES_UP = 0.6
+_ONLY_READS = 0.4
+_WRONG_RESULT = 0.15
+_WRONG_TEXT = 0.3
+_ONLY_SHOWS = 0.65
 
 
 def transcript(rng: random.Random) -> Transcript:

@@ -35,6 +35,10 @@ class Recipe:
     batch: int = 32
     learning_rate: float = 5e-3
     seed: int = 0
+    lengths: str = "similar"
+    """Lengths of the transcripts of a batch. `similar` has little padding. `mixed` is needed where
+    the length depends on the words: the batches of one word each would teach that word, not to copy
+    it."""
 
 
 def warm_up(
@@ -77,14 +81,18 @@ def _optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.opt
 
 
 def _batches(transcripts: Sequence[Encoded], recipe: Recipe) -> Iterator[list[Encoded]]:
-    """Batches of transcripts of similar lengths, in random order; each transcript once per
-    epoch."""
+    """Batches in random order; each transcript once per epoch."""
     rng = random.Random(recipe.seed)
     for _ in range(recipe.epochs):
-        keys = [(len(item.ids), rng.random()) for item in transcripts]
-        order = sorted(range(len(transcripts)), key=keys.__getitem__)
+        if recipe.lengths == "mixed":
+            order = list(range(len(transcripts)))
+            rng.shuffle(order)
+        else:
+            keys = [(len(item.ids), rng.random()) for item in transcripts]
+            order = sorted(range(len(transcripts)), key=keys.__getitem__)
         starts = list(range(0, len(order) - recipe.batch + 1, recipe.batch))
-        rng.shuffle(starts)
+        if recipe.lengths == "similar":
+            rng.shuffle(starts)
         for start in starts:
             yield [transcripts[i] for i in order[start : start + recipe.batch]]
 

@@ -46,7 +46,7 @@ SHIPPED = {
     "claude_code": Shipped(
         EXAMPLES / "claude_code/model",
         "examples.claude_code.expert:transcript",
-        ("--transcripts", "3840", "--max-loss", "0.2", "--context-tokens", "4096"),
+        ("--transcripts", "4480", "--lengths", "mixed", "--context-tokens", "4096"),
     ),
     "compaction": Shipped(
         EXAMPLES.parent / "benchmarks/compaction/model",
