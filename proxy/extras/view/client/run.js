@@ -150,7 +150,7 @@ function Step({ run, metrics, asked, chosen }) {
     location.hash = at(Number(/** @type {HTMLInputElement} */ (event.target).value));
   };
   return html`<section id="step" aria-labelledby="step-title"><h2 id="step-title">Groups of step ${step}</h2>
-    <p class="filters"><a href=${at(Math.max(0, step - 1))}>earlier</a> <label>step <input type="number" min="0" value=${step} onChange=${go} /></label>
+    <p class="filters"><a href=${at(Math.max(0, step - 1))}>earlier</a> <label>step <input key=${step} type="number" min="0" defaultValue=${step} onChange=${go} /></label>
       <a href=${at(step + 1)}>later</a></p>
     ${found === null || found.step !== step ? html`<${Note} error=${error} />` : html`<${Groups} run=${run} step=${step} trials=${found.trials} />`}</section>`;
 }

@@ -25,9 +25,9 @@ export function Search({ place }) {
   };
   return html`<h1>Search</h1>
     <form class="filters" role="search" onSubmit=${search}>
-      <label>text <input name="text" type="search" value=${query["text"] ?? ""} /></label>
-      <label>or regular expression <input name="regex" type="search" value=${query["regex"] ?? ""} placeholder="tests?/.*py" /></label>
-      <label>tool <input name="tool" value=${query["tool"] ?? ""} placeholder="shell" /></label>
+      <label>text <input key=${query["text"]} name="text" type="search" defaultValue=${query["text"] ?? ""} /></label>
+      <label>or regular expression <input key=${query["regex"]} name="regex" type="search" defaultValue=${query["regex"] ?? ""} placeholder="tests?/.*py" /></label>
+      <label>tool <input key=${query["tool"]} name="tool" defaultValue=${query["tool"] ?? ""} placeholder="shell" /></label>
       <${Choice} name="cause" values=${Object.keys(CAUSES)} chosen=${query["cause"]} />
       <label><input name="edits_tests" type="checkbox" value="yes" checked=${query["edits_tests"] === "yes"} /> edits tests</label>
       <label><input name="answers_only" type="checkbox" value="yes" checked=${query["answers_only"] === "yes"} /> only in answers</label>

@@ -26,10 +26,10 @@ export function Sessions({ place }) {
   }, []);
   return html`<h1>Sessions</h1>
     <form class="filters" onSubmit=${/** @param {Event} e */ (e) => e.preventDefault()} onChange=${choose} role="search">
-      <label>id begins with <input name="prefix" value=${query["prefix"] ?? ""} placeholder="task/" /></label>
+      <label>id begins with <input key=${query["prefix"]} name="prefix" defaultValue=${query["prefix"] ?? ""} placeholder="task/" /></label>
       <${Choice} name="status" values=${["open", "completed", "expired"]} chosen=${query["status"]} />
       <${Choice} name="kind" values=${["train", "eval"]} chosen=${query["kind"]} />
-      <label>marked by <input name="marked" value=${query["marked"] ?? ""} placeholder="rule, or * for any" /></label>
+      <label>marked by <input key=${query["marked"]} name="marked" defaultValue=${query["marked"] ?? ""} placeholder="rule, or * for any" /></label>
       ${fresh && html`<button type="button" onClick=${() => { setFresh(false); again(); }}>There is something new: read again</button>`}
     </form>
     ${rows === null ? html`<${Note} error=${error} />` : rows.length === 0

@@ -25,13 +25,13 @@ export function Trials({ place }) {
     <form class="filters" role="search" onSubmit=${choose} onChange=${choose}>
       <${Choice} name="kind" values=${["train", "eval"]} chosen=${query["kind"]} />
       <${Choice} name="status" values=${["done", "truncated", "failed", "aborted"]} chosen=${query["status"]} />
-      <label>reward from <input name="min_reward" type="number" step="any" value=${query["min_reward"] ?? ""} /></label>
-      <label>to <input name="max_reward" type="number" step="any" value=${query["max_reward"] ?? ""} /></label>
-      <label>tokens from <input name="min_tokens" type="number" min="0" value=${query["min_tokens"] ?? ""} /></label>
-      <label>source <input name="source" value=${query["source"] ?? ""} /></label>
-      <label>task <input name="task" value=${query["task"] ?? ""} /></label>
-      <label>text <input name="text" value=${query["text"] ?? ""} placeholder="id, task, agent, error" /></label>
-      <label>marked by <input name="marked" value=${query["marked"] ?? ""} placeholder="rule, or * for any" /></label>
+      <label>reward from <input key=${query["min_reward"]} name="min_reward" type="number" step="any" defaultValue=${query["min_reward"] ?? ""} /></label>
+      <label>to <input key=${query["max_reward"]} name="max_reward" type="number" step="any" defaultValue=${query["max_reward"] ?? ""} /></label>
+      <label>tokens from <input key=${query["min_tokens"]} name="min_tokens" type="number" min="0" defaultValue=${query["min_tokens"] ?? ""} /></label>
+      <label>source <input key=${query["source"]} name="source" defaultValue=${query["source"] ?? ""} /></label>
+      <label>task <input key=${query["task"]} name="task" defaultValue=${query["task"] ?? ""} /></label>
+      <label>text <input key=${query["text"]} name="text" defaultValue=${query["text"] ?? ""} placeholder="id, task, agent, error" /></label>
+      <label>marked by <input key=${query["marked"]} name="marked" defaultValue=${query["marked"] ?? ""} placeholder="rule, or * for any" /></label>
       <label><input name="errors" type="checkbox" value="yes" checked=${query["errors"] === "yes"} /> with an error</label>
     </form>
     ${trials === null ? html`<${Note} error=${error} />` : html`<${TrialTable} run=${run} trials=${trials} />`}

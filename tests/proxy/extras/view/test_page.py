@@ -327,12 +327,16 @@ async def test_search_is_saved_as_a_rule_that_marks_sessions_live(
     await tab.click(".rules form button")
     await tab.until("document.querySelector('.rules li')?.innerText.includes('cheats')")
     await show(tab, "/sessions?marked=cheats", "document.body.innerText.includes('No session')")
+    await tab.evaluate("document.querySelector('[name=prefix]').value = 'half a wo'")
     await work(proxy, await proxy.session(trial_id="honest"), "Hello.", turns=2)
     command = "echo pass > tests/test_a.py # " + HOSTILE
     asked = json.dumps({"name": "shell", "arguments": {"command": command}})
     proxy.answers(f"<tool_call>\n{asked}\n</tool_call>")
     await call(proxy, await proxy.session(trial_id="cheater"), [user("Make the tests pass.")])
     await tab.until("document.querySelector('.filters button')")
+    # What is being typed stays while the list hears of something new.
+    assert await tab.evaluate("document.querySelector('[name=prefix]').value") == "half a wo"
+    assert await tab.evaluate("document.querySelector('[name=marked]').value") == "cheats"
     await tab.until(
         "document.querySelector('.filters button')?.click()"
         " || document.querySelectorAll('.sessions tbody tr').length === 1"
