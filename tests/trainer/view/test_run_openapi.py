@@ -108,8 +108,18 @@ async def test_answers_on_a_recorded_run_match_their_schemas(recorded: RunningPr
         await ask(recorded, name, query, 200)
     for name, query, status in REFUSALS:
         await ask(recorded, name, query, status)
-    removed = {"name": "sums"}
+    removed, rated = {"name": "sums"}, {"value": 1.0, "tags": {"kept": "yes"}}
     check_given("/view/rules/remove", removed)
+    check_given("/view/session/curation", rated)
+    curation = recorded.url + "/view/session/curation"
+    async with recorded.http.post(curation, params=FIX, json=rated, headers=HEADERS) as response:
+        check_answer("/view/session/curation", "post", response.status, await response.read())
+        assert response.status == 200
+    export, asked = recorded.url + "/view/session/export", {**FIX, "format": "messages"}
+    async with recorded.http.get(export, params=asked, headers=HEADERS) as response:
+        said = DOCUMENT["paths"]["/view/session/export"]["get"]["responses"]
+        assert response.content_type in said[str(response.status)]["content"]
+        assert [orjson.loads(line) for line in (await response.read()).splitlines()]
     for path, body in (
         ("/view/rules/remove", removed),
         ("/view/log_in", {"secret": ADMIN_KEY}),
@@ -124,11 +134,13 @@ async def test_answers_on_a_recorded_run_match_their_schemas(recorded: RunningPr
 def test_each_answer_of_the_page_is_checked() -> None:
     reads = {path for path, methods in DOCUMENT["paths"].items() if "get" in methods}
     asked = {f"/view/{name}" for name, _ in READS}
+    asked.add("/view/session/export")  # JSON lines
     assert reads - asked == {"/", "/view/static/{name}", f"/view/{STREAM}"}
     # Publishing is checked in test_published_run.py.
     posts = {path for path, methods in DOCUMENT["paths"].items() if "post" in methods}
     others = {each for each in posts if not each.startswith("/view/runs/")}
-    assert others == {"/view/log_in", "/view/log_out", "/view/rules", "/view/rules/remove"}
+    rules = {"/view/rules", "/view/rules/remove"}
+    assert others == {"/view/log_in", "/view/log_out", "/view/session/curation", *rules}
 
 
 async def ask(proxy: RunningProxy, name: str, query: dict[str, Any], status: int) -> None:
