@@ -25,7 +25,7 @@ from examples.recipes.published import qwen3_5_4b, qwen3_8b
 from examples.recipes.vocabulary import CONTROL_WORDS, qwen_tokenizer
 from examples.starter_model.checkpoint import save_model
 from examples.starter_model.tokenizer import save_tokenizer
-from trainer.policy.proof import randomize
+from trainer.policy.proof_on_copy import randomize
 
 _FIRST_CONTROL_WORD = 151643
 _ENDS = ("<|im_end|>", "<|endoftext|>")

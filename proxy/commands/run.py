@@ -98,7 +98,9 @@ def git_branch() -> str:
     """The branch that is checked out in the working folder; empty: none is, or there is no Git."""
     command = ["git", "symbolic-ref", "--short", "--quiet", "HEAD"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
+        found = subprocess.run(
+            command, capture_output=True, encoding="utf-8", timeout=GIT_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
         return ""
     return found.stdout.strip()

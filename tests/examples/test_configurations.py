@@ -92,7 +92,7 @@ def test_file_of_an_agent_is_part_of_a_configuration(path: Path) -> None:
     config = TrainerConfig.model_validate({"model": {"path": "/models/qwen3"}, **values})
     assert values.keys() <= {"remote_agent", "proxy_server"}
     assert config.remote_agent.command is not None
-    program = config.remote_agent.command.argv[0]
+    program = for_commands.pop("program", config.remote_agent.command.argv[0])
     AgentProgram(path.stem, program, **for_commands)
     assert own is None or AgentProgram(path.stem, program, **own)
 
