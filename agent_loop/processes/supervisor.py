@@ -243,7 +243,7 @@ class Bounds:
     def _check_files(self, most: int) -> None:
         """Each walk is followed by a pause of at least 20 times its length."""
         start = time.monotonic()
-        used = sum(map(_file_bytes, self._folders))
+        used = sum(map(disk_bytes, self._folders))
         if used > most:
             self.met = (
                 f"its files have {used >> 20} MiB together, and at most {most >> 20} MiB are "
@@ -270,8 +270,9 @@ def _shared_out_bytes(pid: int) -> int:
     return _own_bytes(pid)
 
 
-def _file_bytes(folder: str) -> int:
-    """Bytes on the disk of all files below a folder."""
+def disk_bytes(folder: str) -> int:
+    """Bytes on the disk of all files below a folder; a link counts itself and not what it leads
+    to."""
     total, pending = 0, [folder]
     while pending:
         with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:

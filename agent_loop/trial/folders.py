@@ -7,14 +7,13 @@ first.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from agent_loop.launchers.left_files import remove_folder
+from agent_loop.processes.supervisor import disk_bytes
 from proxy.config import RetentionConfig
 
 
@@ -37,7 +36,7 @@ class FinishedTrials:
         """Name → when it ended (Unix seconds), and its bytes; oldest first."""
         if self.is_limited and folder.is_dir():
             found = sorted((path.stat().st_mtime, path.name) for path in folder.iterdir())
-            self._ended = {name: (at, _bytes_of(folder / name)) for at, name in found}
+            self._ended = {name: (at, disk_bytes(str(folder / name))) for at, name in found}
 
     @property
     def is_limited(self) -> bool:
@@ -48,7 +47,7 @@ class FinishedTrials:
         if not self.is_limited:
             return
         with self._lock:
-            self._ended[name] = (self._now(), _bytes_of(self._folder / name))
+            self._ended[name] = (self._now(), disk_bytes(str(self._folder / name)))
             total = sum(size for _, size in self._ended.values())
             for old, (at, size) in list(self._ended.items()):
                 if not self._is_over(at, total):
@@ -61,16 +60,3 @@ class FinishedTrials:
         keep = self._keep
         is_old = keep.completed_s is not None and ended_at < self._now() - keep.completed_s
         return is_old or (keep.max_bytes is not None and total_bytes > keep.max_bytes)
-
-
-def _bytes_of(folder: Path) -> int:
-    """Bytes on disk; a link counts itself and not what it leads to."""
-    total, pending = 0, [str(folder)]
-    while pending:
-        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
-    return total
