@@ -86,14 +86,11 @@ FAULTS = (
             Edit(
                 "trainer/weight_sync/control.py",
                 'body = {"lora_name": name, "lora_path": str(folder)}',
-                'self._first = getattr(self, "_first", folder)\n'
-                "            if not self._first.exists():\n"
-                "                self._first = folder\n"
-                "            import shutil\n"
-                '            kept = folder.parent / "first-kept"\n'
-                "            if not kept.exists():\n"
-                "                shutil.copytree(folder, kept)\n"
-                '            body = {"lora_name": name, "lora_path": str(kept)}',
+                "import shutil\n"
+                '            first = folder.parent / "first"\n'
+                "            if not first.exists():\n"
+                "                shutil.copytree(folder, first)\n"
+                '            body = {"lora_name": name, "lora_path": str(first)}',
             ),
         ),
         config=("agentic_trainer.yaml", "examples/quickstart/adapter.yaml"),
