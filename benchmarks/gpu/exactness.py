@@ -65,7 +65,10 @@ def main() -> int:
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument("--rows", type=Path, help="a file that keeps the rows")
     parser.add_argument(
-        "--workers", type=int, default=1 + (os.cpu_count() or 1) // 5, help="processes at a time"
+        "--workers",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 2),
+        help="processes at a time, each with one thread (default: half of the cores)",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -110,6 +113,8 @@ def _by_a_worker(
             stderr=errors,
             text=True,
             encoding="utf-8",
+            # Of small products, threads of several workers wait for each other.
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         with process:
             assert process.stdout is not None

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,12 @@ class Run:
         return (self.out / "order.txt").read_text().split()
 
 
+@pytest.fixture
+def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.os, "cpu_count", lambda: 16)
+
+
+@pytest.mark.usefixtures("sixteen_cores")
 def test_first_table_has_the_parts_in_their_order_and_lasts_eight_minutes() -> None:
     names = [part.name for part in first_table()]
     assert names == [
@@ -115,7 +122,8 @@ def test_first_table_has_the_parts_in_their_order_and_lasts_eight_minutes() -> N
         "exactness",
         "training beside TRL",
     ]
-    assert sum(part.limit_s for part in first_table()) <= 8 * 60
+    rounds = list(bench._beside(first_table(), alone=False))
+    assert sum(max(part.limit_s for part in beside) for beside in rounds) <= 8 * 60
     assert {part.gpus for part in first_table()} == {1}
     every = [*names, *(part.name for part in further(8))]
     assert len(set(every)) == len(every)
@@ -163,6 +171,52 @@ def test_started_again_it_runs_what_is_not_done_and_only_names_any(run: Run) -> 
     assert list(run.rows) == ["first", "good", "bad", "later"]
     with pytest.raises(SystemExit, match="no part 'x'; there are: good, bad"):
         run([good, bad], "--only", "x")
+
+
+MEETS = """
+    import os
+    mine, other = (folder.parent.parent / name for name in sys.argv[2:])
+    {begin}
+    with open(mine, "w") as file:
+        file.write("here")
+    {end}
+"""
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_parts_beside_each_other_run_at_the_same_time_and_the_next_waits(run: Run) -> None:
+    """Each of the two ends only when the other has begun: pipes open when both ends are there."""
+    listen = "assert open(other).read() == 'here'"
+    codes = {
+        "a": MEETS.format(begin="", end=listen) + RECORDED,
+        "b": MEETS.format(begin=listen, end=""),
+    }
+    parts = []
+    for name, other in (("a", "b"), ("b", "a")):
+        os.mkfifo(run.out / f"{name}.pipe")
+        part = program(name, codes[name])
+        words = (f"{run.out}/{name}.pipe", f"{run.out}/{other}.pipe")
+        parts.append(replace(part, settings=words, beside="both", gpus=1))
+    run.on_a_gpu()
+    parts.append(program("after", "assert 'a ' in open(folder.parent.parent / 'order.txt').read()"))
+    assert run(parts) == 0
+    assert {name: row["result"] for name, row in run.rows.items()} == dict.fromkeys(
+        ("a", "b", "after"), "done"
+    )
+    assert list(run.rows) == ["a", "b", "after"]
+
+
+def test_parts_run_one_by_one_in_a_rehearsal_and_without_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = [Part("a", 1), Part("b", 1, beside="x"), Part("c", 1, beside="x"), Part("d", 1)]
+    shown = []
+    for cores, alone in ((8, False), (7, False), (8, True)):
+        monkeypatch.setattr(bench.os, "cpu_count", lambda cores=cores: cores)
+        rounds = bench._beside(parts, alone=alone)
+        shown.append([[part.name for part in beside] for beside in rounds])
+    each = [["a"], ["b"], ["c"], ["d"]]
+    assert shown == [[["a"], ["b", "c"], ["d"]], each, each]
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
