@@ -183,7 +183,6 @@ FAULTS = (
                 "        pass",
             ),
         ),
-        silent="open: the mean mismatch, 300 times that of the first step, is below the limit",
     ),
     Fault(
         "failures_as_zero",

@@ -17,7 +17,7 @@ from proxy.settings.reaching import Restarts
 from proxy.settings.section import Common
 from trainer.errors import ConfigError
 from trainer.policy.model_config import ModelConfig, load_settings
-from trainer.policy.rounding import EXACT, Limits, rounding_limits
+from trainer.policy.rounding import EXACT, Limits, later_limit, rounding_limits
 
 Backend = Literal["shm", "nccl", "gloo"]
 """How weights are sent to engines."""
@@ -136,9 +136,13 @@ class EnginesConfig(VllmConfig, Restarts):
         """The type in which the engine serves this model."""
         return model.compute_dtype if self.dtype == "auto" else self.dtype
 
-    def mismatch_tolerance(self, model: ModelConfig) -> float:
-        """Maximum mean |Δ log p| of trainer and engine on tokens sampled from the same weights."""
-        return self.verify_tolerance or self._limits(model).sampled
+    def mismatch_tolerance(self, model: ModelConfig, first: float | None = None) -> float:
+        """Maximum mean |Δ log p| of trainer and engine on tokens sampled from the same weights.
+        `first`: what it was in the run's first step; None: this is the first."""
+        limit = self.verify_tolerance or self._limits(model).sampled
+        if self.verify_tolerance or first is None or not self._is_exact(model):
+            return limit
+        return min(limit, later_limit(model, first))
 
     def probe_tolerance(self, model: ModelConfig) -> float:
         """Maximum mean |Δ log p| of trainer and engine on the probe."""

@@ -624,6 +624,51 @@ def test_wrong_log_probabilities_from_the_engine_end_the_run(checkpoint: Path, p
         TrainOn([group_with_wrong_logprobs(learner)]).on(Learners.of(learner))
 
 
+def group_that_differs(learner: Learner, by: float) -> Group:
+    """Two trials of the current weights whose log-probabilities differ by `by` from the
+    trainer's."""
+    trials = ScriptedTrials(scored_by(learner), None)
+    rollouts = [
+        asyncio.run(
+            trials.run(Task("a", {}), kind=SessionKind.TRAIN, seed=seed, version=learner.version)
+        )
+        for seed in (3, 4)
+    ]
+    for rollout in rollouts:
+        for segment in rollout.segments:
+            segment.logprobs[segment.mask] -= by
+    return Group("g", rollouts[0].task, rollouts)
+
+
+@pytest.mark.parametrize("prox", ["recompute", "reuse"])
+@pytest.mark.parametrize(
+    ("first", "later", "engine", "refused"),
+    [
+        (0.0, 2e-4, {}, True),  # what kept keys and values of the last weights do
+        (0.0, 5e-6, {}, False),
+        (2e-5, 2e-4, {}, False),
+        (2e-5, 6e-4, {}, True),
+        (2e-4, 2e-4, {}, False),
+        (0.0, 2e-4, {"verify_tolerance": 1e-3}, False),
+        (0.0, 2e-4, {"dtype": "bfloat16"}, False),
+    ],
+)
+def test_later_step_that_differs_more_than_the_first_ends_the_run(
+    checkpoint: Path, prox: str, first: float, later: float, engine: dict[str, Any], refused: bool
+) -> None:
+    correction = {"weight": None} if prox == "reuse" else {}
+    algorithm = {"mini_batches": 1, "prox": prox, "correction": correction}
+    engine = {"verify_tolerance": 0.0} | engine
+    learner = learner_of(config_of(checkpoint, algorithm=algorithm, engine=engine))
+    TrainOn([group_that_differs(learner, first)]).on(Learners.of(learner))
+    group = group_that_differs(learner, later)
+    if refused:
+        with pytest.raises(TrainingError, match=r"the first step differed by .*, so a part of"):
+            TrainOn([group]).on(Learners.of(learner))
+    else:
+        TrainOn([group]).on(Learners.of(learner))
+
+
 @pytest.mark.parametrize(
     ("prox", "passes"), [("recompute", 1), ("reuse", 0), ("log_linear", 0), ("behaviour", 0)]
 )

@@ -101,6 +101,8 @@ class Learner:
         """Random generator that draws mini-batches."""
         self._engines: WeightSync | AdapterSync | None = None
         self._publishing: Publishes | None = None
+        self._first_mismatch: float | None = None
+        """Mean |Δ log p| of the first step since the start, whose engines are new."""
 
     def connect(self, engine_urls: Sequence[str], adapters: Path | None = None) -> None:
         """Sets the engines that receive the weights from now on, and disconnects the former
@@ -135,7 +137,8 @@ class Learner:
         scores = steps.compute_logprobs(self.models, batch, temperature=temperature)
         metrics |= mismatch_metrics(batch, scores.logprobs, self.version)
         metrics["actor/entropy_before"] = float(scores.entropy.mean())
-        self._check_mismatch(metrics.get("mismatch/logp_abs_mean", 0.0))
+        if "mismatch/logp_abs_mean" in metrics:
+            self._check_mismatch(metrics["mismatch/logp_abs_mean"])
         return metrics
 
     def compute_ref_logprobs(self, batch: Batch) -> None:
@@ -394,13 +397,23 @@ class Learner:
         return {"mismatch/all_abs_mean": mean, "mismatch/logp_abs_mean": mean}
 
     def _check_mismatch(self, mean: float) -> None:
-        tolerance = self.config.engine.mismatch_tolerance(self.config.model)
+        engine, model = self.config.engine, self.config.model
+        tolerance = engine.mismatch_tolerance(model, self._first_mismatch)
         if mean > tolerance:
+            advice = "check engine.dtype and rollout.temperature"
+            if tolerance < engine.mismatch_tolerance(model):
+                advice = (
+                    f"the first step differed by {self._first_mismatch:.1e}, so a part of what the "
+                    "engines hold is not of these weights, such as cached keys and values; resume "
+                    "the run, which starts its engines anew"
+                )
             raise TrainingError(
                 f"step {self.step + 1}: trainer and engine differ by mean |Δ log p| = {mean:.2e} "
                 f"on the same weights, but at most {tolerance:.0e} is expected; "
-                "check engine.dtype and rollout.temperature, or raise engine.verify_tolerance"
+                f"{advice}, or raise engine.verify_tolerance"
             )
+        if self._first_mismatch is None:
+            self._first_mismatch = mean
 
 
 @contextmanager

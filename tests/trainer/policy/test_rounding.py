@@ -55,6 +55,18 @@ def test_float32_is_exact_on_every_platform(kind: str, tmp_path: Path) -> None:
     assert EnginesConfig(dtype="bfloat16").mismatch_tolerance(model) > 1e-2
 
 
+@pytest.mark.parametrize("kind", MEASURED)
+def test_later_steps_in_float32_are_compared_with_the_first_unless_a_rounding_chooses_experts(
+    kind: str, tmp_path: Path
+) -> None:
+    model = ModelConfig(path=written(kind, tmp_path), compute_dtype="float32")
+    limits = [EnginesConfig().mismatch_tolerance(model, first) for first in (1e-8, 1e-6, 1e-4)]
+    routed = kind in ("qwen3_moe", "gpt_oss")
+    assert limits == pytest.approx([1e-3] * 3 if routed else [1e-5, 2e-5, 1e-3])
+    assert EnginesConfig(verify_tolerance=0.5).mismatch_tolerance(model, 1e-6) == 0.5
+    assert EnginesConfig(dtype="bfloat16").mismatch_tolerance(model, 1e-6) > 1e-2
+
+
 @pytest.mark.parametrize(
     ("platform", "dtype", "update", "refused"),
     [

@@ -323,7 +323,7 @@ export const METRICS = {
  "mismatch/logp_abs_mean": [
   "mismatch/logp_abs_mean (nats): Mean |Δ| of tokens that the current weights sampled.",
   "normal: 1e-6 in float32, 1e-3 to 2e-2 in bfloat16",
-  "otherwise: larger is a fault: `engine.mismatch_tolerance` ends the run",
+  "otherwise: larger is a fault and ends the run; in float32 also 20 times the first step's",
   "the same elsewhere: training/rollout_probs_diff_mean in verl, sampling/sampling_logp_difference/mean in TRL"
  ],
  "mismatch/logp_abs_max": [
