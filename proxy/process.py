@@ -15,6 +15,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -63,17 +64,26 @@ async def serve(config: ProxyConfig, listening: Listening) -> None:
             serve_workers = load_plugin("workers", SEVERAL_PROCESSES, {})
             await serve_workers(with_engine, stop, lambda used, url: listening(used, url, said))
             return
-        async with listen(with_engine) as (app, url):
-            listening(with_engine, url, await _invitations(with_engine, app[STORE]))
+        async with listen(with_engine) as served:
+            said = await _invitations(with_engine, served.app[STORE])
+            listening(with_engine, served.url, said)
             await stop.wait()
-            await withdraw(app, config)
+            await withdraw(served.app, config)
+
+
+class Served(NamedTuple):
+    """A proxy that listens."""
+
+    app: web.Application
+    url: str
+    runner: web.AppRunner
 
 
 @asynccontextmanager
 async def listen(
     config: ProxyConfig, *, own_socket: Path | None = None, siblings: Siblings | None = None
-) -> AsyncIterator[tuple[web.Application, str]]:
-    """Listens on the port, and on `own_socket` if there is one; yields the proxy and its URL."""
+) -> AsyncIterator[Served]:
+    """Listens on the port, and on `own_socket` if there is one."""
     app = build_app(_fitting(config), siblings=siblings)
     runner = app_runner(app, handler_cancellation=True)
     await runner.setup()
@@ -84,9 +94,7 @@ async def listen(
         if own_socket is not None:
             own_socket.unlink(missing_ok=True)  # left by a process that crashed
             await web.UnixSite(runner, str(own_socket)).start()
-        site: web.BaseSite = web.TCPSite(
-            runner, config.host, config.port, backlog=BACKLOG, reuse_port=own_socket is not None
-        )
+        site: web.BaseSite = web.TCPSite(runner, config.host, config.port, backlog=BACKLOG)
         try:
             if config.listen_fd is not None:
                 inherited = socket.socket(fileno=config.listen_fd)
@@ -99,7 +107,7 @@ async def listen(
         await app[STORE].announce(reached_at)
         # Another process may have published one when this one did not listen yet.
         await app[CONTROL_PLANE].policies.restore()
-        yield app, (config.public_url or http_url(host, port)).rstrip("/")
+        yield Served(app, (config.public_url or http_url(host, port)).rstrip("/"), runner)
     finally:
         await runner.cleanup()
 

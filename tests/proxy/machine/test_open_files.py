@@ -27,7 +27,7 @@ async def main(checkpoint, folder, calls):
             limits={"in_flight_calls": 4096},
             sessions={"max_concurrent_calls": 1000, "auto_create": True},
         )
-        async with listen(config) as (_, url):
+        async with listen(config) as (_, url, _runner):
             soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             print(json.dumps({"url": url, "soft": soft}), flush=True)
             await asyncio.to_thread(sys.stdin.readline)

@@ -43,7 +43,7 @@ async def test_agents_that_connect_while_the_proxy_is_busy_are_answered(
             admin_key=ADMIN_KEY,
             port=0,
         )
-        async with listen(config) as (_, url):
+        async with listen(config) as (_, url, _runner):
             address = urlsplit(url)
             with ExitStack() as stack:
                 # The event loop stands still meanwhile, so the proxy accepts none of them.

@@ -122,7 +122,7 @@ def test_worker_whose_parent_was_killed_ends_without_a_traceback(
 ) -> None:
     store = f"sqlite:///{tmp_path}/sessions.db"
     config = ProxyConfig(model=checkpoint, port=0, store=store, admin_key="key")
-    part = workers.WorkerPart(config, tmp_path / "own.socket", ())
+    part = workers.WorkerPart(config, tmp_path / "own.socket", (), 0, ())
     sent = b"" if when == "before it gets its part" else pickle.dumps(part)
     read_end, write_end = os.pipe()
     os.close(read_end)

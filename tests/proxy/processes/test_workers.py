@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import select
@@ -225,15 +224,53 @@ async def test_killed_worker_loses_no_session_and_killed_parent_leaves_no_worker
                 session = await control.create_session()
             workers = children(parent.pid)
             assert len(workers) == 2
-            killed = os.pidfd_open(workers[0])
-            os.kill(workers[0], signal.SIGKILL)
-            assert select.select([killed], [], [], 60)[0]
+            kill(workers[0])
             messages = [{"role": "user", "content": "Hello."}]
             assert [(await ask(session, messages))[0] for _ in range(4)] == [200] * 4
             pidfds = [os.pidfd_open(pid) for pid in children(parent.pid)]
             assert pidfds
             parent.kill()
             assert all(select.select([fd], [], [], 60)[0] for fd in pidfds)
+
+
+async def test_connection_waits_while_all_workers_are_dead(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    answer = [rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    async with ScriptedEngine(lambda _: answer) as engine:
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, parent):
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                session = await control.create_session()
+            for number in range(3):
+                kill_workers(parent.pid)
+                asked = [[{"role": "user", "content": f"Hello {number} {n}."}] for n in range(8)]
+                answers = await asyncio.gather(*(ask(session, messages) for messages in asked))
+                assert [status for status, _ in answers] == [200] * 8
+
+
+async def test_living_worker_accepts_the_connections_of_a_dead_one(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path
+) -> None:
+    """The dead one's successor is stopped in its start, and accepts its own afterwards."""
+    answer = [rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    async with ScriptedEngine(lambda _: answer) as engine:
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, parent):
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                session = await control.create_session()
+            killed, living = children(parent.pid)
+            kill(killed)
+            async with asyncio.timeout(60):
+                while not (now := set(children(parent.pid)) - {killed, living}):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            (successor,) = now
+            os.kill(successor, signal.SIGSTOP)
+            asked = [[{"role": "user", "content": f"Hello {n}."}] for n in range(12)]
+            async with asyncio.timeout(60):
+                assert [(await ask(session, messages))[0] for messages in asked] == [200] * 12
+            os.kill(successor, signal.SIGCONT)
+            kill(living)
+            async with asyncio.timeout(60):
+                assert [(await ask(session, messages))[0] for messages in asked] == [200] * 12
 
 
 async def test_killed_processes_serve_the_same_version_of_a_policy_again(
@@ -259,7 +296,6 @@ async def test_killed_processes_serve_the_same_version_of_a_policy_again(
                 for version in (1, 2):
                     await control.publish_policy("planner", version, f"planner@{version}.aa")
             kill_workers(parent.pid)
-            await until_listening(url)
             assert await adapters_of(url) == {"Version 2."}
             parent.kill()
         with two_workers(checkpoint, engine.url, tmp_path) as (url, _):
@@ -269,20 +305,15 @@ async def test_killed_processes_serve_the_same_version_of_a_policy_again(
 def kill_workers(parent: int) -> None:
     """Returns when they have ended."""
     for pid in children(parent):
-        killed = os.pidfd_open(pid)
-        os.kill(pid, signal.SIGKILL)
-        assert select.select([killed], [], [], 60)[0]
-        os.close(killed)
+        kill(pid)
 
 
-async def until_listening(url: str) -> None:
-    async with asyncio.timeout(120), aiohttp.ClientSession() as http:
-        while True:
-            with contextlib.suppress(aiohttp.ClientConnectionError):
-                async with http.get(f"{url}/health") as response:
-                    assert response.status == 200
-                    return
-            await asyncio.sleep(0.1)
+def kill(pid: int) -> None:
+    """Returns when it has ended."""
+    killed = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert select.select([killed], [], [], 60)[0]
+    os.close(killed)
 
 
 def children(pid: int) -> list[int]:
