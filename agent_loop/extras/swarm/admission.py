@@ -26,6 +26,9 @@ ENGINE: Gate = ("engine", "")
 BATCH: Gate = ("batch", "")
 MAX_OPEN: Gate = ("max_open", "")
 MAX_COLLECTED: Gate = ("max_collected", "")
+MAX_WAITING = 10_000
+"""Number of claims that may wait. Each holds a connection, with 16 kB; more are refused at
+once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class Admission:
         blocked = self.blocked(claim)
         if blocked is None:
             return self._serve(claim)
+        if self.waiting >= MAX_WAITING:
+            raise refused(f"{blocked.reason}, and {self.waiting} claims wait already")
         waiting = _Waiting(claim, blocked.gate)
         self._wait_at(blocked.gate, waiting)
         try:

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from typing import Any
 
@@ -39,6 +39,8 @@ from agent_loop.extras.swarm.wire import (
 )
 from agent_loop.producers.rollout_config import RolloutConfig
 
+SPARE_DEADLINES = 64
+"""Number of outdated deadlines from which it pays to remove them."""
 NO_PLAN = BatchPlan(SwarmConfig(), RolloutConfig())
 """The plan that applies until a trainer has reported its own."""
 
@@ -118,6 +120,7 @@ class Episodes:
                 self._open.pop(episode.episode_id, None)
             if _waits(episode.view):
                 self.collected.add(episode)
+        self._forget_deadlines()
         self.admission.look_at_freed(before)
         self._notify()
 
@@ -200,6 +203,14 @@ class Episodes:
     def watch(self, episode: Episode) -> None:
         """To be called when the episode's deadline was set or has become earlier."""
         heappush(self._deadlines, (episode.deadline, next(self._pushes), episode))
+        self._forget_deadlines()
+
+    def _forget_deadlines(self) -> None:
+        """Keeps at most two deadlines for each open episode, and `SPARE_DEADLINES` more: those of
+        ended ones would keep what their ends reported for up to `swarm.max_life_s`."""
+        if len(self._deadlines) > 2 * len(self._open) + SPARE_DEADLINES:
+            self._deadlines = [(e.deadline, next(self._pushes), e) for e in self._open.values()]
+            heapify(self._deadlines)
 
     async def expire(self) -> float:
         """Reclaims the episodes whose lease or lifetime ran out. Returns when to look again, on the

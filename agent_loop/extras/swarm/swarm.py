@@ -39,6 +39,8 @@ from agent_loop.extras.swarm.wire import (
 
 CLIENT_MEMORY_S = 600.0
 """Seconds without a request after which `all_clients` no longer waits for a client."""
+MAX_CLIENTS = 10_000
+"""Number of clients that are remembered: those that were seen last."""
 DISK_RETRY_S = 5.0
 """Seconds between a failed write to the disk and the next check of the leases."""
 
@@ -338,15 +340,19 @@ class Swarm:
     def _saw(self, client_id: str) -> None:
         self._clients.pop(client_id, None)
         self._clients[client_id] = time.monotonic()
+        if len(self._clients) > MAX_CLIENTS:
+            self._forget(next(iter(self._clients)))
         self._count_agreement()
 
     def _forget_absent_clients(self) -> None:
         oldest = time.monotonic() - CLIENT_MEMORY_S
         while self._clients and next(iter(self._clients.values())) < oldest:
-            client = next(iter(self._clients))
-            del self._clients[client]
-            self._agreed.discard(client)
+            self._forget(next(iter(self._clients)))
         self._count_agreement()
+
+    def _forget(self, client_id: str) -> None:
+        del self._clients[client_id]
+        self._agreed.discard(client_id)
 
     def _count_agreement(self) -> None:
         """`_agreed` holds only clients that are present."""

@@ -8,12 +8,16 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, field_validator
+from pydantic_core import to_json
 
 from agent_loop.extras.swarm.config import SwarmConfig
 from agent_loop.producers.rollout_config import RolloutConfig
 
 EpisodeKind = Literal["train", "eval"]
+MAX_REPORT_BYTES = 65_536
+"""Maximum size of what a client adds to an episode's end. The server keeps it in memory until the
+episode is trained: 0.25 GB with the default `swarm.max_collected`."""
 
 
 class EngineState(StrEnum):
@@ -70,9 +74,9 @@ class Claim(_Request):
 
     client_id: str = Field(min_length=1, max_length=200)
     kind: EpisodeKind = "train"
-    task_id: str | None = None
+    task_id: str | None = Field(None, max_length=500)
     """The task's id; if given, at most one group of the task's episodes is given out."""
-    source: str = "default"
+    source: str = Field("default", max_length=500)
     """The source of the task, for `swarm.mix`."""
     lease_s: float | None = Field(None, gt=0)
     """Seconds without a heartbeat after which it is reclaimed; None: `swarm.lease_s`."""
@@ -107,6 +111,16 @@ class EpisodeEnd(_Request):
     turn_rewards: dict[NonNegativeInt, FiniteFloat] = Field(default_factory=dict)
     """Number of a model call, from 0 → its reward, in addition to the episode's."""
     metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("reward_parts", "metadata")
+    @classmethod
+    def _fits(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if (size := len(to_json(value, fallback=str))) > MAX_REPORT_BYTES:
+            raise ValueError(
+                f"has {size} bytes as JSON, and the limit is {MAX_REPORT_BYTES}: keep more in a "
+                "file of yours, and name it here"
+            )
+        return value
 
 
 class Decider(_Request):

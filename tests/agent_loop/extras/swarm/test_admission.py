@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agent_loop.extras.swarm import admission
 from agent_loop.extras.swarm.admission import Admission, Blocked
 from agent_loop.extras.swarm.batching import Collected
 from agent_loop.extras.swarm.config import BatchPlan
@@ -180,3 +181,16 @@ async def test_freed_place_costs_two_looks_at_claims_however_many_wait(number: i
     for claim in claims[1:]:
         claim.cancel()
     await asyncio.gather(*claims[1:], return_exceptions=True)
+
+
+async def test_number_of_waiting_claims_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_WAITING", 3)
+    places = Places(plan_of(max_open=1))
+    await places.enter("first")
+    claims = [asyncio.create_task(places.enter(str(n), wait_s=60)) for n in range(3)]
+    await waiting(places, 3)
+    with pytest.raises(SwarmError, match=r"swarm\.max_open is 1, and 3 claims wait already"):
+        await places.enter("one too many", wait_s=60)
+    for claim in claims:
+        claim.cancel()
+    await asyncio.gather(*claims, return_exceptions=True)
