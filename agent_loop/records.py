@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from agent_loop.kept_tokens import KeptTokens
 from proxy.records import Ids, Logprobs, Session, Turn
 from proxy.records.expert_rows import Routing
 from proxy.wall import Wall
@@ -214,6 +215,9 @@ class Segment:
     """`[T]`, index of the turn that the token belongs to (its prompt or its answer)."""
     routing: Routing | None = None
     """The experts that the engine's router chose for the tokens; None: not recorded."""
+    kept: KeptTokens | None = None
+    """`[T, K]`, the tokens that top-k and top-p left; None: all were sampled from the whole
+    vocabulary."""
 
     def training_only(self, chosen: Mask) -> Segment:
         """The segment, of whose trained tokens only those that are `chosen` (`[T]`) are trained."""
@@ -239,6 +243,7 @@ class Trajectory:
     versions: Ids
     turns: Ids
     routing: Routing | None = None
+    kept: KeptTokens | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agent_loop import kept_tokens
 from agent_loop.errors import TrajectoryError
+from agent_loop.kept_tokens import KeptTokens
 from agent_loop.records import Mask, Segment, Trajectory
 from proxy.errors import ProxyError
 from proxy.records import Ids, Logprobs, Turn
@@ -48,7 +50,7 @@ def build_segments(
     except ProxyError as error:
         raise TrajectoryError(str(error)) from error
     blocks = [
-        _block(turn, index, index not in untrained, routing)
+        _block(turn, index, index not in untrained, routing, imitated)
         for index, (turn, routing) in enumerate(zip(turns, routings, strict=True))
     ]
     segments = prune(_cut(blocks, hangs))
@@ -81,6 +83,7 @@ def flatten(segments: Sequence[Segment]) -> list[Trajectory]:
                 versions=np.where(mask, versions, np.int32(-1)),
                 turns=np.concatenate([part.turns for part in parts]),
                 routing=joined([(len(part.ids), part.routing) for part in parts]),
+                kept=kept_tokens.joined([(len(part.ids), part.kept) for part in parts]),
             )
         )
     return trajectories
@@ -96,6 +99,7 @@ class _Block:
     versions: Ids
     turn: int
     routing: Routing | None
+    kept: KeptTokens | None
 
     def piece(self, parent: int, start: int, end: int) -> Segment:
         return Segment(
@@ -106,6 +110,7 @@ class _Block:
             versions=self.versions[start:end],
             turns=np.full(end - start, self.turn, np.int32),
             routing=None if self.routing is None else self.routing[start:end],
+            kept=None if self.kept is None else self.kept[start:end],
         )
 
 
@@ -117,7 +122,9 @@ class _Hang:
     offset: int
 
 
-def _block(turn: Turn, index: int, credited: bool, routing: Routing | None) -> _Block:
+def _block(
+    turn: Turn, index: int, credited: bool, routing: Routing | None, imitated: bool
+) -> _Block:
     prompt, sampled = len(turn.prompt_ids), len(turn.sampled_ids)
     trained = turn.sampled and credited
     mask = np.zeros(prompt + sampled, bool)
@@ -129,7 +136,10 @@ def _block(turn: Turn, index: int, credited: bool, routing: Routing | None) -> _
         for span in turn.versions:
             versions[prompt + span.start : prompt + span.end] = span.version
     ids = np.concatenate([turn.prompt_ids, turn.sampled_ids]).astype(np.int32, copy=False)
-    return _Block(ids, mask, logprobs, versions, index, routing)
+    kept = None
+    if trained and not imitated and kept_tokens.is_restricted(turn):
+        kept = kept_tokens.after_prompt(prompt, kept_tokens.kept_by(turn))
+    return _Block(ids, mask, logprobs, versions, index, routing, kept)
 
 
 def _check_tree(turn: Turn, index: int) -> None:
@@ -247,6 +257,7 @@ def _head(piece: Segment, length: int) -> Segment:
         piece.versions[:length],
         piece.turns[:length],
         None if piece.routing is None else piece.routing[:length],
+        None if piece.kept is None else piece.kept[:length],
     )
 
 
@@ -259,6 +270,7 @@ def _join(parent: int, parts: Sequence[Segment]) -> Segment:
         versions=np.concatenate([part.versions for part in parts]),
         turns=np.concatenate([part.turns for part in parts]),
         routing=joined([(len(part.ids), part.routing) for part in parts]),
+        kept=kept_tokens.joined([(len(part.ids), part.kept) for part in parts]),
     )
 
 

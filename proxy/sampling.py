@@ -126,6 +126,8 @@ def as_record(sampling: Sampling) -> dict[str, Any]:
     fields = {name: value for name, value in values if value is not None}
     if sampling.policy:
         fields["policy"] = sampling.policy
+    if sampling.alternatives:
+        fields["alternatives"] = sampling.alternatives
     if sampling.stop:
         fields["stop"] = list(sampling.stop)
     return fields

@@ -24,6 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from agent_loop import kept_tokens
+from agent_loop.kept_tokens import KeptTokens
 from agent_loop.records import Group, Rollout, Segment, Trajectory
 from agent_loop.trajectory import flatten
 from proxy.records import Ids
@@ -142,6 +144,9 @@ class Batch:
     """`[N]` float32, the return that the token's turn is credited with; by default the reward."""
     shares: Tensor
     """`[N]` float32, the share of `trial_rewards` in that return: 1 without a discount."""
+    kept: Tensor | None = None
+    """`[N, K]` int64, the tokens from which the token was sampled, itself among them; the rest of a
+    row repeats it. None: from the whole vocabulary, as a row that is -1 throughout."""
     stale: StaleTurns | None = None
     """The turns with tokens that are too old; None: there are none, or the batch is a part."""
     prefixes: tuple[str, ...] = ()
@@ -267,6 +272,7 @@ def imitation_batch(rollouts: Sequence[Rollout], sources: Sequence[Source]) -> B
     """The trained tokens of recorded trials to imitate, whose prefixes are shared across trials.
     `logprobs` are NaN, so that only a loss of imitation can be computed."""
     batch = _merged([(0, rollout) for rollout in rollouts])
+    batch.kept = None
     batch.logprobs = torch.full_like(batch.logprobs, torch.nan)
     batch.routing = ()  # of another model
     batch.sources = tuple(sources)
@@ -279,11 +285,13 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
     routing: list[Routing | None] = []
     sequence_rollout: list[int] = []
     columns: list[tuple[Column, ...]] = []
+    kept: list[tuple[int, KeptTokens | None]] = []
     for index, (_, rollout) in enumerate(rollouts):
         for path, fields in _sequences(rollout):
             columns.append((np.full(len(fields[0]), len(sequences)), *fields))
             sequences.append(path.ids)
             routing.append(path.routing)
+            kept.append((len(fields[0]), None if path.kept is None else path.kept[path.mask]))
             sequence_rollout.append(index)
     merged = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.zeros(0)] * 8
     sequence, position, token, turn, version, logprob, returns, shares = merged
@@ -304,8 +312,17 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
         logprobs=_float(logprob),
         returns=_float(returns),
         shares=_float(shares),
+        kept=_kept(kept_tokens.joined(kept), token),
         stale=_stale_turns([rollout for _, rollout in rollouts]),
     )
+
+
+def _kept(rows: KeptTokens | None, ids: Column) -> Tensor | None:
+    """The column `Batch.kept`: a row that has tokens is filled with the sampled one."""
+    if rows is None:
+        return None
+    fills = (rows == kept_tokens.NONE) & (rows != kept_tokens.NONE).any(1, keepdims=True)
+    return _int(np.where(fills, ids[:, None], rows))
 
 
 def _stale_turns(rollouts: Sequence[Rollout]) -> StaleTurns | None:
@@ -426,6 +443,7 @@ def part_of(batch: Batch, sequences: Iterable[int]) -> BatchPart:
             versions=batch.versions[tokens],
             returns=batch.returns[tokens],
             shares=batch.shares[tokens],
+            kept=of_token(batch.kept),
             prox_logprobs=of_token(batch.prox_logprobs),
             entropies=of_token(batch.entropies),
             ref_logprobs=of_token(batch.ref_logprobs),

@@ -22,6 +22,7 @@ from agent_loop.tasks import DataConfig
 from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_server import VllmConfig
 from proxy.http.web_guard import EVERYWHERE
+from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.late_section import LateSection
 from proxy.settings.section import Section
 from trainer.algorithms.probe import broken_parts, settings_without_effect
@@ -86,6 +87,7 @@ class TrainerConfig(ProcessesConfig):
             self._engines_span_nodes(),
             self._pods_reach_the_proxy(),
             self._groups_have_a_baseline(),
+            self._what_is_left_is_recorded(),
             self._teacher_teaches(),
             self._steps_train(),
             self._clocks_decide_nothing(),
@@ -221,6 +223,7 @@ class TrainerConfig(ProcessesConfig):
             f"model.weights_dtype={model.weights_dtype}": model.weights_dtype != "float32",
             "model.activation_offload": model.activation_offload,
             "optimizer.offload": self.optimizer.offload,
+            f"rollout.top_k={self.rollout.top_k}": self.rollout.top_k > 0,
         }
         for key in (key for key, is_set in unsupported.items() if is_set):
             yield f"{key}: not supported with {', '.join(keys)}; remove one of them"
@@ -329,6 +332,14 @@ class TrainerConfig(ProcessesConfig):
                 "or more, or algorithm.advantage.name=reinforce++ or gae"
             )
 
+    def _what_is_left_is_recorded(self) -> Iterator[str]:
+        rollout = self.rollout
+        if rollout.top_p < 1 and not rollout.top_k:
+            yield (
+                f"rollout.top_p={rollout.top_p:g}: the trainer needs the tokens that are left, of "
+                f"which at most {MAX_ALTERNATIVES} are recorded; set rollout.top_k, to at most that"
+            )
+
     def _teacher_teaches(self) -> Iterator[str]:
         distillation, temperature = self.algorithm.distillation, self.rollout.temperature
         if distillation is None and self.algorithm.advantage.name == "none":
@@ -340,6 +351,12 @@ class TrainerConfig(ProcessesConfig):
             yield (
                 f"rollout.temperature={temperature}: algorithm.distillation.teacher="
                 f"{distillation.teacher} scores given tokens at temperature 1; use 1, or the "
+                "folder of a checkpoint as teacher"
+            )
+        if distillation is not None and distillation.engine_url and self.rollout.top_k:
+            yield (
+                f"rollout.top_k={self.rollout.top_k}: algorithm.distillation.teacher="
+                f"{distillation.teacher} scores tokens among the whole vocabulary; use 0, or the "
                 "folder of a checkpoint as teacher"
             )
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from agent_loop.kept_tokens import KeptTokens
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from proxy.records import routed_experts
 from proxy.records.expert_rows import Routing
@@ -44,6 +45,7 @@ class _Segment(msgspec.Struct, array_like=True):
     turns: bytes
     experts: bytes | None = None
     routed: bytes = b""
+    kept: bytes | None = None
 
 
 class _Rollout(msgspec.Struct, array_like=True):
@@ -91,6 +93,7 @@ def _encode(rollout: Rollout) -> _Rollout:
                 segment.versions.astype("<i4", copy=False).tobytes(),
                 segment.turns.astype("<i4", copy=False).tobytes(),
                 *_encode_routing(segment.routing),
+                None if segment.kept is None else segment.kept.astype("<i4", copy=False).tobytes(),
             )
             for segment in rollout.segments
         ],
@@ -111,6 +114,13 @@ def _decode_routing(experts: bytes | None, known: bytes) -> Routing | None:
     return None if rows is None else Routing(rows, np.frombuffer(known, np.bool_))
 
 
+def _decode_kept(segment: _Segment) -> KeptTokens | None:
+    if segment.kept is None:
+        return None
+    rows = len(segment.mask)
+    return np.frombuffer(segment.kept, "<i4").reshape(rows, -1)
+
+
 def _decode(fields: _Rollout, task: Task) -> Rollout:
     plain = dict(fields.fields)
     return Rollout(
@@ -125,6 +135,7 @@ def _decode(fields: _Rollout, task: Task) -> Rollout:
                 np.frombuffer(segment.versions, "<i4"),
                 np.frombuffer(segment.turns, "<i4"),
                 _decode_routing(segment.experts, segment.routed),
+                _decode_kept(segment),
             )
             for segment in fields.segments
         ),

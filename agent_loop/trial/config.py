@@ -17,6 +17,7 @@ from pydantic import Field
 from agent_loop.processes.readable import declared, repository
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.salvage import SalvageConfig
+from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.reaching import Patience
 from proxy.settings.recorded import RecordedConfig
 from proxy.settings.section import Common, Section
@@ -108,11 +109,6 @@ def _place_of_the_run() -> Iterator[Path]:
             yield folder
 
 
-WHOLE_DISTRIBUTION: Mapping[str, float | int] = {"top_p": 1.0, "top_k": -1}
-"""The trainer computes probabilities of the whole distribution; other values would sample from
-another one."""
-
-
 class SamplingConfig(RecordedConfig):
     """Example: SamplingConfig(temperature=1.0, max_tokens=2048)"""
 
@@ -123,6 +119,13 @@ class SamplingConfig(RecordedConfig):
     """Maximum number of tokens per answer; None: what the agent requests, within the context."""
     max_turns: int | None = Field(None, ge=1)
     """Maximum number of model calls per trial; None: the proxy's own limit."""
+    top_k: int = Field(0, ge=0, le=MAX_ALTERNATIVES)
+    """Sample from the most probable tokens only, this many; 0: from all. The trainer computes
+    probabilities over the tokens that were left, which are recorded with each token. Equal logits
+    stay together, so a trial fails if more than 20 are left; 10 leaves room in bfloat16."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Of those, sample from the most probable ones that together have this probability. Needs
+    `top_k`."""
     seeded: bool = False
     """Make sampling reproducible from the run's seed; slower in large batches on a GPU."""
 
@@ -131,9 +134,12 @@ class SamplingConfig(RecordedConfig):
         """The parameters that replace the agent's own in a training session, besides the seed."""
         pinned: dict[str, float | int] = {
             "temperature": self.temperature,
-            **WHOLE_DISTRIBUTION,
+            "top_p": self.top_p,
+            "top_k": self.top_k or -1,
         }
         pinned |= self.recorded
+        if self.top_k > 0:
+            pinned["alternatives"] = MAX_ALTERNATIVES
         if self.max_tokens is not None:
             pinned["max_tokens"] = self.max_tokens
         return pinned

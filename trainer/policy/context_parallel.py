@@ -109,7 +109,7 @@ class MicroBatchPart(MicroBatch):
 
 
 def of_part(micro: MicroBatch, values: Tensor) -> Tensor:
-    """`[M]` → `[m]`: the values of the targets that this part predicts."""
+    """`[M, …]` → `[m, …]`: the values of the targets that this part predicts."""
     return values[micro.own] if isinstance(micro, MicroBatchPart) else values
 
 

@@ -283,7 +283,8 @@ class Policy:
         ids = sent(batch.ids[micro.targets], self.device)
         micro = micro if self.replays else replace(micro, experts=None)
         part = self.ranks.context.part(micro).to(self.device)
-        scored: Scored = self.scorer(part, ids, temperature, entropy_grad=entropy_grad)
+        kept = None if batch.kept is None else sent(batch.kept[micro.targets], self.device)
+        scored: Scored = self.scorer(part, ids, temperature, kept=kept, entropy_grad=entropy_grad)
         return scored
 
 

@@ -77,10 +77,17 @@ class CausalScorer(nn.Module):
         self.fused = fused
 
     def forward(
-        self, micro: MicroBatch, ids: Tensor, temperature: float, *, entropy_grad: bool = False
+        self,
+        micro: MicroBatch,
+        ids: Tensor,
+        temperature: float,
+        *,
+        kept: Tensor | None = None,
+        entropy_grad: bool = False,
     ) -> Scored:
         """The scores of the tokens `ids` `[M]` as the targets of the micro-batch, or of a part of
-        it, whose other parts are computed by other ranks at the same time."""
+        it, whose other parts are computed by other ranks at the same time. `kept` `[M, K]`: among
+        these tokens alone, as in `Batch.kept`."""
         balance = self.balance if self.training else None
         replayed = {} if micro.experts is None else {EXPERTS_ARGUMENT: micro.experts}
         decoder = self.model.get_decoder()
@@ -90,7 +97,13 @@ class CausalScorer(nn.Module):
         head = output_layer(self.model)
         own = of_part(micro, ids)
         scores = token_logprobs(
-            rows, head, own, temperature, entropy_grad=entropy_grad, fused=self.fused
+            rows,
+            head,
+            own,
+            temperature,
+            kept=None if kept is None else of_part(micro, kept),
+            entropy_grad=entropy_grad,
+            fused=self.fused,
         )
         logprobs, entropy = (of_whole(micro, each) for each in scores)
         return Scored(logprobs, entropy, None if balance is None else balance(output, micro))

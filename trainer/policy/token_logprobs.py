@@ -1,12 +1,13 @@
 """Log-probabilities and entropies of given tokens from hidden states, a few rows at a time.
 
 Invariant: values and gradients are equal to those of `log_softmax(logits / temperature)` gathered
-at the tokens, but only a chunk of the `M × V` logits is in memory at any time. Logits are computed
-for `C` rows at a time, and again in the backward pass unless one chunk holds all rows, as in the
-fused linear losses of Liger and Unsloth. On a GPU in bfloat16, what happens between two products is
-compiled (`fused`): the logits are written and read once, and not ten times.
+at the tokens, over the tokens that top-k and top-p left if those are given, but only a chunk of the
+`M × V` logits is in memory at any time. Logits are computed for `C` rows at a time, and again in
+the backward pass unless one chunk holds all rows, as in the fused linear losses of Liger and
+Unsloth. On a GPU in bfloat16, what happens between two products is compiled (`fused`): the logits
+are written and read once, and not ten times.
 
-Shapes: `M` tokens, `D` hidden size, `V` vocabulary, `C` rows of a chunk.
+Shapes: `M` tokens, `D` hidden size, `V` vocabulary, `C` rows of a chunk, `K` tokens that are left.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ GPU_SHARE = 32
 """Up to this part of a GPU, as 1 / n of its memory, chunks are larger there: few rows starve it."""
 LOGIT_COPIES = 3
 """Number of float32 chunks of logits that exist at the same time in the backward pass."""
+EXCLUDED = -1e4
+"""The logit of a token that top-k or top-p excluded. Its probability is 0 in float32; of minus
+infinity, its share in the entropy would be 0 · ∞."""
 BLOCK_PRODUCTS = 1 << 24
 """Numbers of the weight's gradient that are converted at a time, if the compute type is lower."""
 
@@ -79,17 +83,19 @@ def token_logprobs(
     ids: Tensor,
     temperature: float,
     *,
+    kept: Tensor | None = None,
     entropy_grad: bool = False,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`(log-probabilities, entropies)`, both `[M]` float32, of the tempered distribution.
 
-    `hidden` `[M, D]` in the compute type, `ids` `[M]`. The entropy has a gradient only with
-    `entropy_grad` (an entropy bonus); without it the backward pass is cheaper. `fused`: by kernels
-    that torch compiles at the first use.
+    `hidden` `[M, D]` in the compute type, `ids` `[M]`. `kept` `[M, K]`: the distribution over these
+    tokens, among which those of `ids` are; a row of -1: over all. The entropy has a gradient only
+    with `entropy_grad` (an entropy bonus); without it the backward pass is cheaper. `fused`: by
+    kernels that torch compiles at the first use.
     """
     scores = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head, ids, temperature, entropy_grad, fused
+        hidden, head.weight, head.bias, head, ids, kept, temperature, entropy_grad, fused
     )
     logprobs, entropy = scores
     return logprobs, entropy if entropy_grad else entropy.detach()
@@ -104,6 +110,7 @@ class _TokenLogprobs(Function):
         bias: Tensor | None,
         head: OutputLayer,
         ids: Tensor,
+        left: Tensor | None,
         temperature: float,
         with_entropy: bool,
         fused: bool,
@@ -119,9 +126,15 @@ class _TokenLogprobs(Function):
         score = compiled(_score) if fused else _score
         for rows in chunks:
             logprobs[rows], entropy[rows], normalizer[rows], kept = score(
-                hidden[rows], kernel, ids[rows], head, temperature, keeps
+                hidden[rows],
+                kernel,
+                ids[rows],
+                None if left is None else left[rows],
+                head,
+                temperature,
+                keeps,
             )
-        ctx.save_for_backward(hidden, weight, ids, normalizer, entropy, kept)
+        ctx.save_for_backward(hidden, weight, ids, left, normalizer, entropy, kept)
         ctx.head, ctx.temperature, ctx.with_entropy = head, temperature, with_entropy
         ctx.fused = fused
         return logprobs, entropy
@@ -131,7 +144,7 @@ class _TokenLogprobs(Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, ids, normalizer, entropy, kept = ctx.saved_tensors
+        hidden, weight, ids, left, normalizer, entropy, kept = ctx.saved_tensors
         hidden, entropy = hidden.detach(), entropy.detach()  # as in `forward`
         head: OutputLayer = ctx.head
         grad_hidden = torch.empty_like(hidden)
@@ -145,6 +158,7 @@ class _TokenLogprobs(Function):
                 hidden[rows],
                 kernel,
                 ids[rows],
+                None if left is None else left[rows],
                 head,
                 ctx.temperature,
                 normalizer[rows],
@@ -161,20 +175,21 @@ class _TokenLogprobs(Function):
         grads = (
             None if each is None else each.to(weight.dtype) for each in (grad_weight, grad_bias)
         )
-        return grad_hidden, *grads, None, None, None, None, None
+        return grad_hidden, *grads, None, None, None, None, None, None
 
 
 def _score(
     hidden_C_D: Tensor,
     kernel: Tensor,
     ids_C: Tensor,
+    left_C_K: Tensor | None,
     head: OutputLayer,
     temperature: float,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`(log-probabilities, entropies, normalizers)` of the rows of a chunk, and its logits, if they
     are kept."""
-    logits_C_V = head.logits(hidden_C_D, kernel, temperature)
+    logits_C_V = _of_left(head.logits(hidden_C_D, kernel, temperature), left_C_K)
     normalizer_C = logits_C_V.logsumexp(-1)
     logp_C_V = _shifted(logits_C_V, -normalizer_C, in_place=not keeps)
     logprobs_C = logp_C_V.gather(-1, ids_C[:, None])[:, 0]
@@ -186,6 +201,7 @@ def _gradient(
     hidden_C_D: Tensor,
     kernel: Tensor,
     ids_C: Tensor,
+    left_C_K: Tensor | None,
     head: OutputLayer,
     temperature: float,
     normalizer_C: Tensor,
@@ -198,7 +214,7 @@ def _gradient(
     `of_entropy`: the entropies and their gradients `[C]`."""
     logits_C_V = kept
     if logits_C_V is None:
-        logits_C_V = head.logits(hidden_C_D, kernel, temperature)
+        logits_C_V = _of_left(head.logits(hidden_C_D, kernel, temperature), left_C_K)
     in_place = kept is None and head.softcap is None  # else the logits are needed again
     logp_C_V = _shifted(logits_C_V, -normalizer_C, in_place=in_place)
     # d logp[id] = onehot − p;   d H = −p (log p + H)
@@ -214,6 +230,16 @@ def _gradient(
         grad.scatter_add_(-1, ids_C[:, None], grad_logprobs_C[:, None])
     grad = head.grad_of_product(grad, logits_C_V, temperature)
     return grad.to(hidden_C_D.dtype), grad.sum(0) if trains_bias else None
+
+
+def _of_left(logits_C_V: Tensor, left_C_K: Tensor | None) -> Tensor:
+    """The logits, in which those of tokens that are not left are `EXCLUDED`."""
+    if left_C_K is None:
+        return logits_C_V
+    everything_C_1 = left_C_K[:, :1] < 0
+    left_C_V = everything_C_1.expand(-1, logits_C_V.shape[1]).clone()
+    left_C_V.scatter_(1, left_C_K.clamp(min=0), True)
+    return logits_C_V.masked_fill_(left_C_V.logical_not_(), EXCLUDED)
 
 
 @functools.cache

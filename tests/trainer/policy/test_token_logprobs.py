@@ -55,6 +55,48 @@ def test_values_and_gradients_equal_those_of_log_softmax(
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("rows", [3, 100])
+def test_distribution_over_what_was_left_has_the_values_and_gradients_of_a_softmax_over_it(
+    monkeypatch: pytest.MonkeyPatch, rows: int, softcap: float | None
+) -> None:
+    """Rows of 1 to 5 tokens of 40, and one of all; in chunks and in one."""
+    monkeypatch.setattr(module, "CHUNK_LOGITS", rows * 40)
+    monkeypatch.setattr(module, "MIN_ROWS", 1)
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (
+        (torch.randn(shape, generator=generator) * 2).requires_grad_()
+        for shape in ((11, 6), (40, 6))
+    )
+    orders = [torch.randperm(40, generator=generator)[:5] for _ in range(11)]
+    kept = torch.stack(
+        [torch.where(torch.arange(5) <= n % 5, o, o[0]) for n, o in enumerate(orders)]
+    )
+    ids = kept[torch.arange(11), torch.arange(11) % 3 % (torch.arange(11) % 5 + 1)]
+    kept[7] = -1
+    a, b = torch.randn(2, 11, generator=generator)
+    logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = []
+    for row in range(11):
+        own = kept[row].unique() if row != 7 else torch.arange(40)
+        over = (logits[row, own] / 0.7).log_softmax(-1)
+        expected.append((over[own == ids[row]][0], -(over.exp() * over).sum()))
+    head = OutputLayer(weight, softcap=softcap)
+    got = token_logprobs(hidden, head, ids, 0.7, kept=kept, entropy_grad=True)
+    whole = [torch.stack(each) for each in zip(*expected, strict=True)]
+    for mine, theirs in zip(got, whole, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    gradients = [
+        torch.autograd.grad((logp * a + entropy * b).sum(), (hidden, weight))
+        for logp, entropy in (got, whole)
+    ]
+    for mine, theirs in zip(*gradients, strict=True):
+        assert torch.isfinite(mine).all()
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
 def test_entropy_has_no_gradient_without_a_bonus() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
     logp, entropy = token_logprobs(
@@ -95,10 +137,12 @@ def test_chunk_grows_with_the_memory_of_a_gpu(gigabytes: int, rows: int) -> None
     assert module.chunk_rows(151_936, gigabytes * 10**9) == rows
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("left", [False, True])
 def test_fused_chunks_are_the_eager_ones_in_one_graph_for_any_number_of_rows(
-    monkeypatch: pytest.MonkeyPatch, backend: str, softcap: float | None
+    monkeypatch: pytest.MonkeyPatch, backend: str, softcap: float | None, left: bool
 ) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
@@ -109,13 +153,14 @@ def test_fused_chunks_are_the_eager_ones_in_one_graph_for_any_number_of_rows(
     weight, bias = torch.randn(40, 6), torch.randn(40)
     for count in (11, 6, 8):
         hidden, ids = torch.randn(count, 6).bfloat16(), torch.arange(count)
+        kept = ids[:, None] + torch.arange(5) if left else None
         a, b = torch.randn(2, count)
         gradients, values = [], []
         for fused in (False, True):
             trained = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
             head = OutputLayer(trained[1], trained[2], 0.5, softcap)
             logp, entropy = token_logprobs(
-                trained[0], head, ids, 0.7, entropy_grad=True, fused=fused
+                trained[0], head, ids, 0.7, kept=kept, entropy_grad=True, fused=fused
             )
             values.append((logp.detach(), entropy.detach()))
             gradients.append(torch.autograd.grad((logp * a + entropy * b).sum(), trained))

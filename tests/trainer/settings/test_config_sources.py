@@ -231,11 +231,16 @@ def test_configuration_without_an_agent_is_refused(tmp_path: Path) -> None:
     assert "remote_agent.command.argv" in error_of(path)
 
 
-def test_truncated_sampling_is_refused(file: Path) -> None:
-    for key in ("rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=5"):
-        said = error_of(file, key)
-        assert key in said
-        assert "here it is rollout.temperature, because all tokens are sampled from" in said
+def test_what_top_k_and_top_p_leave_must_be_recorded_and_be_known_to_the_model(file: Path) -> None:
+    assert "set rollout.top_k, to at most that" in error_of(file, "rollout.top_p=0.9")
+    assert "less than or equal to 20" in error_of(file, "rollout.top_k=21")
+    said = error_of(file, "actor_rollout_ref.rollout.top_k=5")
+    assert "here it is rollout.top_k" in said
+    divided = ("rollout.top_k=5", "trainer.ranks=2", "trainer.tensor_parallel=2")
+    assert "rollout.top_k=5: not supported with trainer.tensor_parallel" in error_of(file, *divided)
+    teacher = "algorithm.distillation.teacher=http://127.0.0.1:1"
+    said = error_of(file, "rollout.top_k=5", "rollout.top_p=0.9", teacher)
+    assert "scores tokens among the whole vocabulary" in said
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "a: [", "just text"])

@@ -1,0 +1,99 @@
+"""What top-k and top-p left, from the record of a turn to the trajectory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
+
+from agent_loop.errors import TrajectoryError
+from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.producers.rollout_format import decode_group, encode_group
+from agent_loop.records import Group, Rollout, RolloutStatus, Task
+from agent_loop.trajectory import build_segments, flatten
+from proxy.records import Turn
+from proxy.records.alternatives import table
+from tests.agent_loop.recorded import token_trees, turn
+
+LEFT: Mapping[str, Any] = {"top_k": 4, "top_p": 0.9, "alternatives": 20}
+
+
+def with_left(found: Turn, *, columns: int = 20) -> Turn:
+    """The turn, of which each sampled token was one of one to four: itself and some after it."""
+    rows = [
+        [(int(token) + n, -math.log(1 + token % 4)) for n in range(1 + int(token) % 4)]
+        for token in found.sampled_ids
+    ]
+    return replace(found, sampling=LEFT, alternatives=table(rows, columns))
+
+
+@settings(max_examples=60, deadline=None)
+@given(token_trees())
+def test_each_trained_token_has_the_tokens_that_were_left_where_it_was_sampled(
+    turns: list[Turn],
+) -> None:
+    segments = build_segments([with_left(each) for each in turns])
+    rollout = Rollout("t", Task("a", {}), RolloutStatus.DONE, 1.0, segments=segments)
+    (back,) = decode_group(encode_group(Group("g", rollout.task, [rollout]))).rollouts
+    for mine, theirs in zip(segments, back.segments, strict=True):
+        assert np.array_equal(mine.kept, theirs.kept)  # type: ignore[arg-type]
+    for path in flatten(back.segments):
+        if not path.mask.any():
+            continue
+        assert path.kept is not None
+        assert path.kept.shape == (len(path.ids), 20)
+        for token, left in zip(path.ids[path.mask], path.kept[path.mask], strict=True):
+            expected = list(range(token, token + 1 + token % 4))
+            assert sorted(left[left >= 0].tolist()) == expected
+
+
+def test_tokens_of_a_turn_that_is_not_trained_have_no_rows() -> None:
+    turns = [with_left(turn(0, None, 0, [1, 2], [4, 5])), with_left(turn(1, 0, 4, [3], [8, 9]))]
+    (path,) = flatten(build_segments(turns, untrained={0}))
+    assert path.kept is not None
+    assert (path.kept[:5] == -1).all()
+    assert (path.kept[5:, 0] == [8, 9]).all()
+    (whole,) = flatten(build_segments([turn(0, None, 0, [1, 2], [4, 5])]))
+    assert whole.kept is None
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": -1, "top_p": 0.5}, {"top_k": 30}])
+def test_what_no_trainer_restricts_is_not_needed(sampling: dict[str, Any]) -> None:
+    """Such as verl's own top-p, which verl's trainer does not know."""
+    found = replace(turn(0, None, 0, [1], [2, 3]), sampling={**sampling, "alternatives": 20})
+    assert build_segments([found])[0].kept is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "what these left is not recorded"),
+        ([[(2, 0.0)]], "what these left is not recorded"),
+        ([[(2, 0.0)], []], r"at 1 of 2 positions than the 2 .*token 1"),
+        ([[(2, 0.0)], [(4, -0.7), (5, -0.7)]], r"at 1 of 2 positions .*token 1"),
+        ([[(2, -0.7), (7, -1.2)], [(3, 0.0)]], r"token 0: a probability of 2.0e-01 is missing"),
+        ([[(2, math.nan)], [(3, 0.0)]], r"token 0"),
+    ],
+)
+def test_turn_whose_left_tokens_are_not_all_known_is_not_trained(
+    rows: Sequence[Sequence[tuple[int, float]]] | None, message: str
+) -> None:
+    recorded = None if rows is None else table(rows, 2)
+    found = replace(turn(0, None, 0, [1], [2, 3]), sampling=LEFT, alternatives=recorded)
+    with pytest.raises(TrajectoryError, match=message):
+        build_segments([found])
+    build_segments([found], untrained={0})
+    build_segments([found], imitated=True)
+
+
+def test_top_k_records_what_it_leaves() -> None:
+    pinned = RolloutConfig(top_p=0.9, top_k=10, alternatives=3).pinned
+    assert (pinned["top_p"], pinned["top_k"], pinned["alternatives"]) == (0.9, 10, 20)
+    whole = RolloutConfig().pinned
+    assert (whole["top_p"], whole["top_k"]) == (1.0, -1)
+    assert "alternatives" not in whole
