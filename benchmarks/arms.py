@@ -35,20 +35,25 @@ class Study:
     """Example: Study("compaction", {"trained": [], "no_limit": ["rollout.group_size=4"]})"""
 
     name: str
-    """The folder in `benchmarks` that has the task, and the folder in `runs`."""
+    """The module or folder in `benchmarks`, and the folder in `runs`."""
     arms: Mapping[str, Sequence[str]]
     """Name → the settings that differ from the task's `agentic_trainer.yaml`; at most three."""
     goal: float | None = 0.8
     """Success at which a run is stopped. None: each run goes on to its last step."""
     steps: int = 60
+    quickstart: bool = False
+    """Whether the task is that of the quickstart, and not one of its own."""
 
     @property
     def folder(self) -> Path:
+        """Whose modules the task's parts import."""
+        if self.quickstart:
+            return ROOT / "examples" / "quickstart"
         return ROOT / "benchmarks" / self.name
 
     @property
     def config(self) -> Path:
-        return self.folder / "agentic_trainer.yaml"
+        return (ROOT if self.quickstart else self.folder) / "agentic_trainer.yaml"
 
 
 @dataclass(frozen=True, slots=True)

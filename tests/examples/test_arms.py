@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.arms import Curve, Evaluation, Study, is_over, row, svg
 from benchmarks.compaction.__main__ import STUDY as COMPACTION
+from benchmarks.false_zeros import STUDY as FALSE_ZEROS
+from benchmarks.top_p import STUDY as TOP_P
 from trainer.settings.sources import load
 
 WITH_GOAL = Study("any", {"neither": [], "prefix": [], "trees": []})
@@ -78,3 +80,10 @@ def _curve(folder: Path, successes: list[float]) -> Curve:
         lines.append({"step": 2 * number, "eval/success": success})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Curve.read(folder)
+
+
+@pytest.mark.parametrize("study", [COMPACTION, FALSE_ZEROS, TOP_P], ids=lambda each: each.name)
+def test_each_arm_is_a_configuration(study: Study) -> None:
+    for settings in study.arms.values():
+        config = load([study.config], [*settings, "trainer.run_dir=r"])
+        assert config.data.val_files
