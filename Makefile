@@ -181,7 +181,7 @@ red-team: setup ## an agent that tries to leave its wall: every trick, launcher 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/attacks/red_team $(ARGS)
 
 test-long: setup sbom $(if $(NPM),agents-long) ## tests that take too long for CI (docs/notes/tested.md)
-	$(INSTALL) reference export-packages verifiers openenv phoenix fla fuzz $(if $(NPM),perfetto census)
+	$(INSTALL) reference export-packages verifiers openenv phoenix fla torchvision fuzz $(if $(NPM),perfetto census)
 	$(BIN)/python -m pytest -m long $(ARGS)
 	mkdir -p .cache/fuzz
 	$(BIN)/python -m tests.proxy.wire.fuzz -max_total_time=600 .cache/fuzz

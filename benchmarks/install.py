@@ -23,6 +23,7 @@ CACHE = Path(".cache")
 UV = (sys.executable, "-m", "uv", "pip", "install", "-q")
 RECIPES = CACHE / "recipes/packages"
 MODELS = CACHE / "recipes/models"
+OPERATORS = CACHE / "torchvision/torchvision/_meta_registrations.py"
 CENSUS = Path(".agents/census")
 LOCKED = [f"tests/e2e/agents/census/{name}.json" for name in ("package", "package-lock")]
 QUIET = ("--silent", "--no-audit", "--no-fund")
@@ -159,6 +160,17 @@ def installs(torch_index: str | None = None) -> dict[str, Install]:
             CACHE / "fla",
             # Not in .venv: torch and vLLM behave differently where Triton is installed.
             [beside(CACHE / "fla", "fla-core==0.6.0", "triton==3.9.0", "einops==0.8.2")],
+        ),
+        "torchvision": Install(
+            "torchvision without its operators, with which a vLLM on a CPU prepares images",
+            CACHE / "torchvision",
+            # The build of the package index needs CUDA's torch for its operators, which prepare no
+            # image. Not in .venv: models with images are served as text models where it is absent.
+            [
+                beside(CACHE / "torchvision", "torchvision==0.28.0"),
+                ["rm", str(OPERATORS)],
+                ["touch", str(OPERATORS)],
+            ],
         ),
         "gpu": Install(
             "what EXTRA=gpu installs, without a GPU: stand-ins of NVIDIA's driver (8 GB)",
