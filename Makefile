@@ -79,6 +79,7 @@ without-%:
 starter: setup
 	$(BIN)/python -m examples.starter_model --expert examples.quickstart.expert:transcript --out examples/quickstart/model
 	$(BIN)/python -m examples.starter_model --expert examples.mini_swe_agent.expert:transcript --epochs 4 --out examples/mini_swe_agent/model
+	$(BIN)/python -m examples.starter_model --expert examples.judge.expert:transcript --epochs 4 --lengths mixed --out examples/judge/model
 	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 3840 --epochs 4 --batch 16 --max-loss 0.08 --out benchmarks/compaction/model
 	$(BIN)/python -m examples.starter_model --expert examples.claude_code.expert:transcript --transcripts 4480 --lengths mixed --context-tokens 4096 --out examples/claude_code/model
 

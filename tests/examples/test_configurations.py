@@ -24,6 +24,7 @@ MADE = {ROOT / "examples/pretrained/agentic_trainer.yaml": Path(".cache/pretrain
 LAYERS = [
     ROOT / "examples/quickstart/adapter.yaml",
     ROOT / "examples/quickstart/planner_coder.yaml",
+    ROOT / "examples/judge/judge.yaml",
 ]
 """Files that are given after agentic_trainer.yaml."""
 RECIPES = sorted((ROOT / "examples/recipes").rglob("*.yaml"))

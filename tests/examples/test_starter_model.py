@@ -48,6 +48,11 @@ SHIPPED = {
         "examples.claude_code.expert:transcript",
         ("--transcripts", "4480", "--lengths", "mixed", "--context-tokens", "4096"),
     ),
+    "judge": Shipped(
+        EXAMPLES / "judge/model",
+        "examples.judge.expert:transcript",
+        ("--epochs", "4", "--lengths", "mixed"),
+    ),
     "compaction": Shipped(
         EXAMPLES.parent / "benchmarks/compaction/model",
         "benchmarks.compaction.expert:transcript",
