@@ -313,7 +313,8 @@ class ProcessHost:
         the job and all its descendants have ended, even if this process is suspended.
 
         Raises:
-            LaunchError: the job or its sandbox could not be started, or its supervisor was killed.
+            LaunchError: the job or its sandbox could not be started, its supervisor was killed, or
+                it was ended before it filled a disk.
         """
         if job.wall is None or not job.wall.strict:
             return await self._run(job, None, lifeline)
@@ -467,6 +468,8 @@ def _parse(job: Job, raw: bytes) -> Ended:
     if "launch_error" in fields:
         raise LaunchError(f"cannot start {job.name!r} in {job.cwd}: {fields['launch_error']}")
     ended = Ended(**fields)
+    if ended.ended_by == "disk":
+        raise LaunchError(f"{job.name!r} was ended, because {ended.limit}")
     return replace(ended, limit=ended.limit or _limit_of_a_process(job.limits, ended))
 
 

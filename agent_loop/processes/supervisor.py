@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import math
 import os
 import resource
 import select
@@ -40,6 +39,10 @@ WALL, LANDLOCK = "wall", "landlock"
 """The names under which the job server loads `proxy/wall.py` and `proxy/machine/landlock.py`."""
 MEMORY_CHECK_S = 0.25
 FILES_CHECK_S = 2.0
+DISK_CHECK_S = 1.0
+SCARCE_BYTES = 1 << 30
+"""Bytes left on a disk, or the tenth of a smaller disk, below which an agent that has written more
+than what is left is ended: the run's records and the other agents need the rest."""
 REAP_TIMEOUT_S = 10.0
 """Seconds to wait until killed processes have ended; one that is blocked in the kernel, for example
 by a failed disk, may never end."""
@@ -208,17 +211,25 @@ def _closed(cancel_fds: list[int]) -> bool:
 
 class Bounds:
     """What all processes of an agent may use together. It is added up now and then, because only
-    control groups, which most users may not make, bound it at each moment."""
+    control groups, which most users may not make, bound it at each moment. Without a limit of its
+    files, an agent is ended before it fills a disk."""
 
     def __init__(
         self, memory_bytes: int | None, file_bytes: int | None, folders: list[str]
     ) -> None:
         self.met = ""
         """The bound that was passed, in words; empty: none."""
-        self._memory_bytes, self._file_bytes, self._folders = memory_bytes, file_bytes, folders
-        self._pause_s = MEMORY_CHECK_S if memory_bytes else FILES_CHECK_S
-        self._next_files = time.monotonic()
-        self._next = self._next_files + self._pause_s if memory_bytes or file_bytes else math.inf
+        self.met_by = "limit"
+        """What set it: `limit`, or `disk` if it is the disk's."""
+        self._memory_bytes, self._file_bytes = memory_bytes, file_bytes
+        self._disks: dict[int, list[str]] = {}
+        """Number of a device → its folders there."""
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                self._disks.setdefault(os.stat(folder).st_dev, []).append(folder)
+        self._pause_s = MEMORY_CHECK_S if memory_bytes else DISK_CHECK_S
+        self._next_files = self._next_disk = time.monotonic()
+        self._next = self._next_files + self._pause_s
 
     @property
     def due_s(self) -> float:
@@ -230,6 +241,8 @@ class Bounds:
             self._check_memory(self._memory_bytes)
         if self._file_bytes and time.monotonic() >= self._next_files:
             self._check_files(self._file_bytes)
+        if not self.met and time.monotonic() >= self._next_disk:
+            self._check_disks()
         self._next = time.monotonic() + self._pause_s
 
     def _check_memory(self, most: int) -> None:
@@ -243,7 +256,7 @@ class Bounds:
     def _check_files(self, most: int) -> None:
         """Each walk is followed by a pause of at least 20 times its length."""
         start = time.monotonic()
-        used = sum(map(disk_bytes, self._folders))
+        used = sum(map(self._used_on, self._disks))
         if used > most:
             self.met = (
                 f"its files have {used >> 20} MiB together, and at most {most >> 20} MiB are "
@@ -251,6 +264,25 @@ class Bounds:
             )
         walked_s = time.monotonic() - start
         self._next_files = start + walked_s + max(FILES_CHECK_S, 20 * walked_s)
+
+    def _check_disks(self) -> None:
+        """Its files are added up only while a disk is scarce; pauses as in `_check_files`."""
+        start = time.monotonic()
+        for disk, folders in self._disks.items():
+            left = _scarce_bytes(folders[0])
+            if left is not None and (used := self._used_on(disk)) > left:
+                self.met_by = "disk"
+                self.met = (
+                    f"its disk had {left >> 20} MiB left, and its own files {used >> 20} MiB: "
+                    f"free space on the disk of {folders[0]}, or set process.limits.file_bytes"
+                )
+        walked_s = time.monotonic() - start
+        self._next_disk = start + walked_s + max(DISK_CHECK_S, 20 * walked_s)
+
+    def _used_on(self, disk: int) -> int:
+        """Bytes of its files there, and of those that its processes have deleted and hold open."""
+        files = sum(map(disk_bytes, self._disks[disk]))
+        return files + deleted_bytes(disk, _descendants(os.getpid()))
 
 
 def _own_bytes(pid: int) -> int:
@@ -270,6 +302,16 @@ def _shared_out_bytes(pid: int) -> int:
     return _own_bytes(pid)
 
 
+def _scarce_bytes(folder: str) -> int | None:
+    """Bytes that are left on the disk of a folder; None: they are not scarce."""
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(folder)
+        left = disk.f_bavail * disk.f_frsize
+        if left < min(SCARCE_BYTES, disk.f_blocks * disk.f_frsize // 10):
+            return left
+    return None
+
+
 def disk_bytes(folder: str) -> int:
     """Bytes on the disk of all files below a folder; a link counts itself and not what it leads
     to."""
@@ -284,12 +326,25 @@ def disk_bytes(folder: str) -> int:
     return total
 
 
+def deleted_bytes(disk: int, pids: list[int]) -> int:
+    """Bytes on a disk of files without a name that these processes hold open."""
+    found: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
+            for each in descriptors:
+                with contextlib.suppress(OSError):
+                    file = os.stat(each.path)
+                    if file.st_dev == disk and file.st_nlink == 0:
+                        found[file.st_ino] = file.st_blocks * 512
+    return sum(found.values())
+
+
 def _watch(
     agent: Agent, cancel_fds: list[int], timeout_s: float, grace_s: float, bounds: Bounds
 ) -> str:
-    """Waits until the agent's main process ends, and returns why: `exit`, `timeout`, `cancel` or
-    `limit`. At the deadline its process group gets SIGTERM, and after `grace_s` all descendants get
-    SIGKILL; past a bound at once.
+    """Waits until the agent's main process ends, and returns why: `exit`, `timeout`, `cancel`,
+    `limit` or `disk`. At the deadline its process group gets SIGTERM, and after `grace_s` all
+    descendants get SIGKILL; past a bound at once.
     """
     poll = select.poll()
     for fd in (agent.pidfd, *agent.logs, *cancel_fds):
@@ -307,7 +362,7 @@ def _watch(
         if bounds.due_s <= 0:
             bounds.check()
             if bounds.met:
-                return "limit"
+                return bounds.met_by
         pause_s = max(0.0, min(remaining_s, bounds.due_s))
         ready = {fd for fd, _ in poll.poll(pause_s * 1000 + 1)}
         for fd in ready & agent.logs.keys():
