@@ -131,7 +131,7 @@ async def main():
     async with ScriptedEngine(script) as engine:
         config = with_admin_key(load_config(model=model, engines=[{"url": engine.url}], port=0))
         for _ in range(2):  # the second time on the store that the first one has made
-            async with listen(config) as (app, url):
+            async with listen(config) as (app, url, _):
                 key = config.admin_key or Path(f"{default_store()}.admin-key").read_text().strip()
                 key = key if isinstance(key, str) else key.get_secret_value()
                 async with ProxyClient(url, key) as control, aiohttp.ClientSession() as http:
