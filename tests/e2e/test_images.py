@@ -109,6 +109,14 @@ def test_prompts_extend_and_known_images_are_only_named(kind: str) -> None:
     assert turns["second turn, other image"] > OTHER_IMAGE
 
 
+def test_image_tokens_outside_of_spans_are_text(kind: str) -> None:
+    difference = found(kind)["image tokens as text"]
+    if kind == "gemma3":
+        assert difference is None
+    else:
+        assert difference < BOUNDS[kind]
+
+
 def test_content_parts_need_one_token_for_each_image(kind: str) -> None:
     """For Gemma 3, the engine also adds the markers and line breaks around it."""
     parts = found(kind)["content_parts"]

@@ -103,6 +103,37 @@ class Own:
         rows = logits.log_softmax(-1)[:-1]
         return np.asarray(rows.gather(1, tokens[0][1:, None])[:, 0])
 
+    @torch.inference_mode()
+    def logprobs_by_span(self, ids: Sequence[int], image: Image.Image, start: int) -> np.ndarray:
+        """As `logprobs` with one image, whose tokens begin at `start`; all other image tokens are
+        text. For Qwen's models."""
+        inner, tokens = self.model.model, torch.tensor(ids)
+        inputs = self.processor.image_processor(images=[image], return_tensors="pt")
+        pixels = inputs["pixel_values"].to(self.model.dtype)
+        features = inner.get_image_features(pixels, inputs["image_grid_thw"])
+        rows, columns = (inputs["image_grid_thw"][0][1:] // 2).tolist()
+        end = start + rows * columns
+        mask = torch.zeros(len(ids), dtype=torch.bool)
+        mask[start:end] = True
+        embedded = inner.get_input_embeddings()(tokens)
+        places = [(at, at, at) for at in range(start)]
+        places += [(start, start + y, start + x) for y in range(rows) for x in range(columns)]
+        after = start + max(rows, columns)
+        places += [(after + at,) * 3 for at in range(len(ids) - end)]
+        deep = getattr(features, "deepstack_features", None)
+        more = {
+            "visual_pos_masks": mask[None],
+            "deepstack_visual_embeds": [e[0] for e in deep or ()],
+        }
+        hidden = inner.language_model(
+            inputs_embeds=embedded.masked_scatter(mask[:, None], features.pooler_output[0])[None],
+            position_ids=torch.tensor(places).T[:, None],
+            use_cache=False,
+            **(more if deep else {}),
+        ).last_hidden_state[0]
+        rows_of_logprobs = self.model.lm_head(hidden).float().log_softmax(-1)[:-1]
+        return np.asarray(rows_of_logprobs.gather(1, tokens[1:, None])[:, 0])
+
     def pixels(self, image: Image.Image) -> torch.Tensor:
         """As the engine gets them: Qwen's tower normalizes them itself."""
         raw = {} if self.kind == "gemma3" else {"do_rescale": False, "do_normalize": False}
@@ -139,6 +170,7 @@ async def _found(engine: ImageEngine, own: Own, folder: Path) -> dict[str, Any]:
         "pixels": await _pixels(engine, own),
         "cache": await _cache(engine),
         "turns": await _turns(engine, own),
+        "image tokens as text": await _image_tokens_as_text(engine, own),
         "content_parts": await _content_parts(engine),
         "faults": await _faults(engine),
     }
@@ -303,6 +335,18 @@ async def _turns(engine: ImageEngine, own: Own) -> dict[str, Any]:
             sampled, own, (one, noise(13, 128, 64)), causal=causal
         ),
     }
+
+
+async def _image_tokens_as_text(engine: ImageEngine, own: Own) -> float | None:
+    """Mean |Δ log p| with image tokens outside every span, as if the model had sampled them."""
+    if own.kind == "gemma3":
+        return None
+    picture = noise(61)
+    prompt = await engine.prepare([picture, "what is this"])
+    ids = [*prompt.ids, 70, own.image_token, 71, own.image_token, own.image_token, 72]
+    sampled = await engine.sample(ids, score_prompt=True, features=prompt.features())
+    start = prompt.spans[0]["offset"]
+    return _mean(sampled.logprobs - own.logprobs_by_span(sampled.all_ids, picture, start))
 
 
 async def _content_parts(engine: ImageEngine) -> dict[str, Any]:
