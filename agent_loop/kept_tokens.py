@@ -1,10 +1,12 @@
-"""The tokens that top-k and top-p left of the distribution from which a token was sampled.
+"""The tokens that top-k, top-p and a grammar left of the distribution from which a token was
+sampled.
 
 The engine's log-probability is that of the rest, so the trainer computes its own over the same
 tokens. They are the recorded alternatives: the engine reports no token that it has excluded.
-Invariant: the recorded tokens hold all of the probability, or the turn is not trained.
+Invariant: the recorded tokens hold all of the probability, or the token is not trained.
 
-Shapes: `T` tokens, `K` tokens that are left of the vocabulary, at most.
+Shapes: `S` sampled tokens of a turn, `T` tokens, `K` tokens that are left of the vocabulary, at
+most.
 """
 
 from __future__ import annotations
@@ -31,32 +33,22 @@ def is_restricted(turn: Turn) -> bool:
     return bool(0 < turn.sampling.get("top_k", -1) <= turn.sampling.get("alternatives", 0))
 
 
-def kept_by(turn: Turn) -> KeptTokens:
-    """`[S, K]`: what was left at each sampled token of a restricted turn.
+def kept_by(turn: Turn) -> tuple[KeptTokens, npt.NDArray[np.bool_]]:
+    """`[S, K]`: what was left at each sampled token of a restricted turn; and `[S]`: whether that
+    is all. It is not where more tokens than are recorded have the same logit as the last one.
 
-    Raises TrajectoryError: they are not recorded, or not all of them are.
+    Raises TrajectoryError: no alternatives are recorded.
     """
-    where = f"session {turn.session_id!r} turn {turn.index}"
     rows, sampled = turn.alternatives, len(turn.sampled_ids)
     if rows is None or len(rows) != sampled:
         raise TrajectoryError(
-            f"{where}: sampled with top-k or top-p, and what these left is not recorded; "
-            "the engine must report log-probabilities of the most probable tokens"
+            f"session {turn.session_id!r} turn {turn.index}: sampled with top-k, and what that "
+            "left is not recorded; the engine must report the most probable tokens (--max-logprobs)"
         )
-    kept: KeptTokens = np.ascontiguousarray(rows["id"])
     with np.errstate(under="ignore"):
         lost = 1.0 - np.exp(rows["logprob"].astype(np.float64)).sum(1)
-    absent = ~(kept == turn.sampled_ids[:, None]).any(1)
-    wrong = np.flatnonzero(absent | ~(lost <= LOST))
-    if len(wrong):
-        token = int(wrong[0])
-        raise TrajectoryError(
-            f"{where}: top-k and top-p left more tokens at {len(wrong)} of {sampled} positions "
-            f"than the {kept.shape[1]} that are recorded (token {token}: a probability of "
-            f"{max(0.0, lost[token]):.1e} is missing); tokens of equal logits stay together, so "
-            "lower rollout.top_k or rollout.top_p"
-        )
-    return kept
+    known = (rows["id"] == turn.sampled_ids[:, None]).any(1) & (lost <= LOST)
+    return np.where(known[:, None], rows["id"], np.int32(NONE)), known
 
 
 def after_prompt(prompt: int, kept: KeptTokens) -> KeptTokens:

@@ -54,7 +54,7 @@ def build_segments(
         for index, (turn, routing) in enumerate(zip(turns, routings, strict=True))
     ]
     segments = prune(_cut(blocks, hangs))
-    _check_trained(turns, untrained, segments)
+    _check_trained(turns, untrained, blocks, segments)
     return segments
 
 
@@ -130,15 +130,17 @@ def _block(
     mask = np.zeros(prompt + sampled, bool)
     logprobs = np.zeros(prompt + sampled, np.float32)
     versions = np.full(prompt + sampled, -1, np.int32)
+    kept = None
     if trained:
         mask[prompt:] = True
         logprobs[prompt:] = turn.logprobs
         for span in turn.versions:
             versions[prompt + span.start : prompt + span.end] = span.version
-    ids = np.concatenate([turn.prompt_ids, turn.sampled_ids]).astype(np.int32, copy=False)
-    kept = None
     if trained and not imitated and kept_tokens.is_restricted(turn):
-        kept = kept_tokens.after_prompt(prompt, kept_tokens.kept_by(turn))
+        left, mask[prompt:] = kept_tokens.kept_by(turn)
+        kept = kept_tokens.after_prompt(prompt, left)
+        logprobs[~mask], versions[~mask] = 0.0, -1
+    ids = np.concatenate([turn.prompt_ids, turn.sampled_ids]).astype(np.int32, copy=False)
     return _Block(ids, mask, logprobs, versions, index, routing, kept)
 
 
@@ -151,12 +153,18 @@ def _check_tree(turn: Turn, index: int) -> None:
 
 
 def _check_trained(
-    turns: Sequence[Turn], untrained: Collection[int], segments: Sequence[Segment]
+    turns: Sequence[Turn],
+    untrained: Collection[int],
+    blocks: Sequence[_Block],
+    segments: Sequence[Segment],
 ) -> None:
     """Raises TrajectoryError: the segments train more or fewer tokens than were recorded as sampled
-    in the turns with credit."""
-    credited = (turn for index, turn in enumerate(turns) if index not in untrained)
-    sampled = sum(len(turn.sampled_ids) for turn in credited if turn.sampled)
+    in the turns with credit, but for those whose alternatives are not all recorded."""
+    sampled = sum(
+        len(turn.sampled_ids) if block.kept is None else int(block.mask.sum())
+        for index, (turn, block) in enumerate(zip(turns, blocks, strict=True))
+        if turn.sampled and index not in untrained
+    )
     trained = sum(int(segment.mask.sum()) for segment in segments)
     if trained != sampled:
         raise TrajectoryError(

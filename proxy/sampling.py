@@ -39,6 +39,10 @@ _BOUNDS = {**BOUNDS, "temperature": (0, 100), "routed_experts": (0, 1)}
 """The least and the greatest value that can be pinned: those of a request, except for the greatest
 temperature, which is 2 only in the agents' dialects."""
 _WHOLE = WHOLE | {"routed_experts"}
+GRAMMAR_TOP_K = 16
+"""Of answers with a grammar in training whose session pins none: so that all that was left can be
+recorded, of which a grammar alone leaves too much. The 4 more that are recorded are for equal
+logits."""
 
 
 def resolve(
@@ -67,6 +71,11 @@ def resolve(
         given = zip(_BENDING, _bending(options), strict=True)
         values = {name: value for name, value in given if value is not None}
     values |= {k: v for k, v in session.sampling.items() if k in _BENDING}
+    alternatives = max(session.sampling.get("alternatives", 0), options.top_logprobs)
+    if structured is not None and session.kind is SessionKind.TRAIN:
+        if values.get("top_k", -1) <= 0:
+            values["top_k"] = GRAMMAR_TOP_K
+        alternatives = MAX_ALTERNATIVES
     if sibling and "seed" in values:
         values["seed"] += sibling
     return Sampling(
@@ -75,7 +84,7 @@ def resolve(
         stop_token_ids=stop_token_ids,
         logprobs=options.logprobs,
         top_logprobs=options.top_logprobs,
-        alternatives=max(session.sampling.get("alternatives", 0), options.top_logprobs),
+        alternatives=alternatives,
         structured=structured,
         trained=session.kind is SessionKind.TRAIN,
         policy=policy,

@@ -112,7 +112,7 @@ def _place_of_the_run() -> Iterator[Path]:
 class SamplingConfig(RecordedConfig):
     """Example: SamplingConfig(temperature=1.0, max_tokens=2048)"""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, le=2)
     """Replaces the agent's own temperature in training; the trainer scales its logits by the same
     value."""
     max_tokens: Common[int | None] = Field(None, ge=1)
@@ -122,7 +122,9 @@ class SamplingConfig(RecordedConfig):
     top_k: int = Field(0, ge=0, le=MAX_ALTERNATIVES)
     """Sample from the most probable tokens only, this many; 0: from all. The trainer computes
     probabilities over the tokens that were left, which are recorded with each token. Equal logits
-    stay together, so a trial fails if more than 20 are left; 10 leaves room in bfloat16."""
+    stay together, and a token of which more than 20 were left is not trained
+    (`rollout/tied_tokens`): 16 leaves room in bfloat16. Answers with a grammar
+    (`response_format`) are sampled with 16 if this is 0."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Of those, sample from the most probable ones that together have this probability. Needs
     `top_k`."""

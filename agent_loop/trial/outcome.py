@@ -141,12 +141,15 @@ def build_rollout(
     others = {turn.index for turn in turns if turn.policy not in attempt.policies}
     is_eval = attempt.kind is SessionKind.EVAL
     untrained = range(len(turns)) if is_eval else credited.untrained | others
+    segments = build_segments(turns, untrained=untrained)
+    wanted = sum(len(turn.sampled_ids) for turn in _answered(turns) if turn.index not in untrained)
+    tied = wanted - sum(int(segment.mask.sum()) for segment in segments)
     return Rollout(
         trial_id=attempt.trial_id,
         task=attempt.task,
         status=ending.status,
         reward=reward.value,
-        segments=build_segments(turns, untrained=untrained),
+        segments=segments,
         reward_parts=reward.parts,
         turn_returns=credited.returns,
         turn_shares=credited.shares,
@@ -159,7 +162,7 @@ def build_rollout(
         started_version=attempt.version,
         error=ending.error,
         times_s={**_times_s(agent, turns), **(times_s or {})},
-        metrics=_metrics(attempt, agent, turns),
+        metrics={**_metrics(attempt, agent, turns), "tied_tokens": tied},
         logs=attempt.logs,
         seed=attempt.seed,
         prefix=attempt.prefix,

@@ -14,8 +14,17 @@ from msgspec.structs import replace
 from agent_loop.errors import TrajectoryError
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.rollout_format import decode_group, encode_group
-from agent_loop.records import Group, Rollout, RolloutStatus, Task
+from agent_loop.records import (
+    AgentEnd,
+    AgentResult,
+    Graded,
+    Group,
+    Rollout,
+    RolloutStatus,
+    Task,
+)
 from agent_loop.trajectory import build_segments, flatten
+from agent_loop.trial.outcome import Attempt, build_rollout
 from proxy.records import Turn
 from proxy.records.alternatives import table
 from tests.agent_loop.recorded import token_trees, turn
@@ -69,26 +78,44 @@ def test_what_no_trainer_restricts_is_not_needed(sampling: dict[str, Any]) -> No
     assert build_segments([found])[0].kept is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (None, "what these left is not recorded"),
-        ([[(2, 0.0)]], "what these left is not recorded"),
-        ([[(2, 0.0)], []], r"at 1 of 2 positions than the 2 .*token 1"),
-        ([[(2, 0.0)], [(4, -0.7), (5, -0.7)]], r"at 1 of 2 positions .*token 1"),
-        ([[(2, -0.7), (7, -1.2)], [(3, 0.0)]], r"token 0: a probability of 2.0e-01 is missing"),
-        ([[(2, math.nan)], [(3, 0.0)]], r"token 0"),
-    ],
-)
-def test_turn_whose_left_tokens_are_not_all_known_is_not_trained(
-    rows: Sequence[Sequence[tuple[int, float]]] | None, message: str
+@pytest.mark.parametrize("rows", [None, [[(2, 0.0)]]])
+def test_turn_without_the_record_of_what_was_left_is_not_trained(
+    rows: Sequence[Sequence[tuple[int, float]]] | None,
 ) -> None:
     recorded = None if rows is None else table(rows, 2)
     found = replace(turn(0, None, 0, [1], [2, 3]), sampling=LEFT, alternatives=recorded)
-    with pytest.raises(TrajectoryError, match=message):
+    with pytest.raises(TrajectoryError, match="what that left is not recorded"):
         build_segments([found])
     build_segments([found], untrained={0})
     build_segments([found], imitated=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "trained"),
+    [
+        ([[(2, 0.0)], []], [True, False]),
+        ([[(2, 0.0)], [(4, -0.7), (5, -0.7)]], [True, False]),
+        ([[(2, -0.7), (7, -1.2)], [(3, 0.0)]], [False, True]),
+        ([[(2, math.nan)], [(3, 0.0)]], [False, True]),
+        ([[(2, math.log(1 - 1e-6))], [(3, math.log(1 - 1e-4))]], [True, False]),
+        ([[], []], [False, False]),
+    ],
+)
+def test_token_of_which_not_all_that_was_left_is_recorded_is_not_trained(
+    rows: Sequence[Sequence[tuple[int, float]]], trained: Sequence[bool]
+) -> None:
+    found = replace(turn(0, None, 0, [1], [2, 3]), sampling=LEFT, alternatives=table(rows, 2))
+    segments = build_segments([found])
+    found_trained = [int(token) for s in segments for token in s.ids[s.mask]]
+    assert found_trained == [token for token, each in zip((2, 3), trained, strict=True) if each]
+    for segment in segments:
+        assert (segment.logprobs[~segment.mask] == 0).all()
+        assert (segment.versions[~segment.mask] == -1).all()
+    agent = AgentResult(AgentEnd.EXITED)
+    attempt = Attempt("t", Task("a", {}))
+    rollout = build_rollout(attempt, agent, [found], Graded(1.0))
+    assert rollout.metrics["tied_tokens"] == 2 - sum(trained)
+    assert rollout.sampled_tokens == sum(trained)
 
 
 def test_top_k_records_what_it_leaves() -> None:

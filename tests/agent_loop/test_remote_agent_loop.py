@@ -145,9 +145,12 @@ async def test_sampling_is_pinned_in_training_and_left_to_the_agent_in_evaluatio
 async def test_every_temperature_of_the_configuration_can_be_pinned(
     proxy: RunningProxy, trials: Path
 ) -> None:
-    rollout = await run(proxy, trials, sampling=SamplingConfig(temperature=2.5))
+    """vLLM refuses more than 2 in each call, so that every trial would fail."""
+    rollout = await run(proxy, trials, sampling=SamplingConfig(temperature=2))
     assert (rollout.reward, rollout.error) == (1.0, None)
-    assert proxy.engine.calls[-1].sampling["temperature"] == 2.5
+    assert proxy.engine.calls[-1].sampling["temperature"] == 2
+    with pytest.raises(ValueError, match="less than or equal to 2"):
+        SamplingConfig(temperature=2.5)
 
 
 @pytest.mark.parametrize("turns", [0, 1])

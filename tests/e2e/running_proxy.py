@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -23,12 +24,15 @@ class Running:
     control: ProxyClient
     http: aiohttp.ClientSession
 
-    async def talk(self, sampling: dict[str, float], *, turns: int, tokens: int = 24) -> list[Turn]:
-        """The record of a conversation that was sampled with these parameters."""
+    async def talk(
+        self, sampling: dict[str, float], *, turns: int, tokens: int = 24, **more: Any
+    ) -> list[Turn]:
+        """The record of a conversation that was sampled with these parameters; `more`: fields of
+        each request."""
         session = await self.control.create_session(sampling=sampling)
         messages = [{"role": "user", "content": "Say something."}]
         for _ in range(turns):
-            body = {"messages": messages, "max_tokens": tokens}
+            body = {"messages": messages, "max_tokens": tokens, **more}
             headers = {"Authorization": f"Bearer {session.api_key}"}
             target = f"{session.base_url}/chat/completions"
             async with self.http.post(target, json=body, headers=headers) as response:

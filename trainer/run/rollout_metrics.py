@@ -126,8 +126,10 @@ def _rewards(usable: Sequence[Rollout], success_at: float) -> Metrics:
 
 
 def _lost_trials(rollouts: Sequence[Rollout]) -> Metrics:
-    """Sums over the rollouts, of which each counts the lost trials before its last one."""
-    names = ("failed_attempts", "continuations", "diverged_continuations", "lost_tokens")
+    """Sums over the rollouts, of which each counts the lost trials before its last one, and its
+    tokens that are not trained because not all that top-k left is recorded."""
+    lost = ("failed_attempts", "continuations", "diverged_continuations", "lost_tokens")
+    names = (*lost, "tied_tokens")
     return {f"rollout/{name}": sum(r.metrics.get(name, 0.0) for r in rollouts) for name in names}
 
 

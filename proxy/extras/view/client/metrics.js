@@ -89,6 +89,11 @@ export const METRICS = {
   "rollout/lost_tokens (tokens): Sampled tokens of lost attempts that no trial has.",
   "normal: 0"
  ],
+ "rollout/tied_tokens": [
+  "rollout/tied_tokens (tokens): Sampled tokens that are not trained, because more equally probable ones were left by top-k or a grammar than are recorded.",
+  "normal: 0 in float32, few in bfloat16",
+  "otherwise: many: lower `rollout.top_k`"
+ ],
  "forks/[cause]": [
   "forks/[cause] (number): Forks in the step's trials, by cause.",
   "normal: 0, but for what the agent does",
