@@ -208,7 +208,8 @@ async def compare(arguments: argparse.Namespace) -> None:
         first: Figures | None = None
         for gib in (0.0, arguments.host_gib) if arguments.host_gib else (0.0,):
             args = ("--num-gpu-blocks-override", str(blocks), "--block-size", str(BLOCK_TOKENS))
-            context = min(8192, blocks * BLOCK_TOKENS)  # vLLM must have room for one sequence
+            # vLLM must have room for one sequence, and keeps a block for itself.
+            context = min(8192, (blocks - 1) * BLOCK_TOKENS)
             config = VllmConfig(max_context_tokens=context, args=(*args, *tier_arguments(gib)))
             dtype = "float32" if _on_cpu() else "bfloat16"
             async with VllmServer(config, model, log=log, dtype=dtype) as server:
