@@ -61,7 +61,7 @@ def _server(folder: Path, batch: int) -> Iterator[tuple[str, psutil.Process]]:
     serve = [sys.executable, "-m", "tests.agent_loop.extras.swarm.serve_process", "127.0.0.1:0"]
     trainer = [sys.executable, "-m", "benchmarks.swarm_memory", "--trainer", str(model)]
     argv = [*serve, str(folder), *trainer, "--batch", str(batch)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip(), psutil.Process(process.pid)
