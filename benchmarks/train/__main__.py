@@ -6,6 +6,7 @@ need in addition to model and libraries: gradients, moments and activations. Tok
 tokens of all sequences (those that a dense step computes), so shared prefixes show as a higher
 rate. CPU seconds show the cost of a step independently of other work on the machine. A contestant
 that runs out of memory or ends is a row that says so; the others go on, and the exit status is 1.
+Stopped by SIGTERM, it shows what it has measured by then.
 `pieces` (the default of a run) computes a prefix once for the batch, `tree` once for a micro-batch.
 
 With `--tokens`, no model is trained: the tokens that a step computes, for recorded sessions of
@@ -18,6 +19,7 @@ import argparse
 import contextlib
 import json
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +27,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 import torch
@@ -52,6 +55,14 @@ ALL_WORKLOADS = WORKLOADS | SESSIONS
 MICRO_BATCHES = (4096, 8192, 16384, 65536)
 
 
+class Stopped(Exception):
+    """SIGTERM has come."""
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise Stopped
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="tiny")
@@ -70,6 +81,7 @@ def main() -> int:
     if arguments.one:
         _serve_steps(*arguments.one, arguments)
         return 0
+    signal.signal(signal.SIGTERM, _stop)
     if arguments.tokens:
         _print_tokens(arguments.workloads or list(SESSIONS))
         return 0
@@ -81,7 +93,7 @@ def main() -> int:
         print("| " + " | ".join(columns) + " |")
         print("|---" * len(columns) + "|")
         for workload in arguments.workloads or list(WORKLOADS):
-            results = _side_by_side(workload, folder, arguments)
+            results, stopped = _side_by_side(workload, folder, arguments)
             trl = results.get("trl")
             for name, result in results.items():
                 if isinstance(result, str):
@@ -91,6 +103,8 @@ def main() -> int:
                 else:
                     compared = None if isinstance(trl, str) else trl
                     print(_row(workload, name, result, compared), flush=True)
+            if stopped:
+                return 128 + signal.SIGTERM
     return int(failed)
 
 
@@ -120,8 +134,8 @@ def _print_tokens(workloads: list[str]) -> None:
 
 def _side_by_side(
     workload: str, folder: str, arguments: argparse.Namespace
-) -> dict[str, dict[str, float] | str]:
-    """For each contestant its figures, or why it has none."""
+) -> tuple[dict[str, dict[str, float] | str], bool]:
+    """For each contestant its figures, or why it has none; and whether they were stopped."""
     with ExitStack() as open_files:
         errors = {
             name: open_files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
@@ -130,15 +144,23 @@ def _side_by_side(
         processes = {name: _start(name, workload, folder, errors[name]) for name in errors}
         steps: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
         ended: dict[str, str] = {}
-        for _ in range(1 + arguments.steps):
+        stopped = False
+        try:
+            for _ in range(1 + arguments.steps):
+                for name, process in processes.items():
+                    if name not in ended and (line := _step(process)):
+                        steps[name].append(json.loads(line))
+                    elif name not in ended:
+                        process.communicate()
+                        ended[name] = reason(process.returncode, _shown(errors[name]))
+        except Stopped:
+            stopped = True
             for name, process in processes.items():
-                if name not in ended and (line := _step(process)):
-                    steps[name].append(json.loads(line))
-                elif name not in ended:
-                    process.communicate()
-                    ended[name] = reason(process.returncode, _shown(errors[name]))
+                process.kill()
+                if name not in ended and len(steps[name]) < 2:
+                    ended[name] = f"stopped after {len(steps[name])} steps"
         for name, process in processes.items():
-            if name not in ended:
+            if process.returncode is None:
                 process.communicate()
                 _shown(errors[name])
     timed = {name: each for name, each in steps.items() if name not in ended}
@@ -147,7 +169,7 @@ def _side_by_side(
         | {key: statistics.median(t[key] for t in each[1:]) for key in ("wall", "cpu")}
         for name, each in timed.items()
     }
-    return {name: ended.get(name) or figures[name] for name in processes}
+    return {name: ended.get(name) or figures[name] for name in processes}, stopped
 
 
 def _step(process: subprocess.Popen[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
-from typing import IO
+from collections.abc import Iterator
+from typing import IO, Any
 
 import pytest
 
@@ -53,6 +55,42 @@ def test_contestant_that_ends_is_a_row_and_the_others_go_on(
         assert [each.strip(" |") for each in row] == [
             *("2.00", "2.00", "50", over, over, "5", "1.500000")
         ]
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handler")
+def test_stopped_it_shows_what_was_measured_and_leaves_no_contestant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the third round, the second contestant stops the benchmark and goes on waiting."""
+    two = f"import sys\nfor _ in range(2): input(); print('{STEP}', flush=True)\ninput()\n"
+    stops = f"{two}import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+    codes = {"tree": stops}
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str, _workload: str, _folder: str, errors: IO[str]) -> subprocess.Popen[str]:
+        code = codes.get(name, GOES_ON)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(
+            subprocess.Popen([sys.executable, "-c", code], stderr=errors, text=True, **pipes)
+        )
+        return started[-1]
+
+    monkeypatch.setattr(bench, "_start", start)
+    monkeypatch.setattr(bench, "_save_model", lambda *_: None)
+    words = ["train", "--workloads", "tools", "single-turn", "--steps", "9", "--contestants"]
+    monkeypatch.setattr(sys, "argv", [*words, "pieces", "tree"])
+    assert bench.main() == 128 + signal.SIGTERM
+    rows = capsys.readouterr().out.splitlines()[2:]
+    cells = [row.split(" | ")[1:3] for row in rows]
+    assert cells == [["pieces", "2.00"], ["tree", "2.00"]]
+    assert [each.returncode for each in started] == [-signal.SIGKILL] * 2
 
 
 def test_reason_names_signals_memory_and_the_last_line() -> None:
