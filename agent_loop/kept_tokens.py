@@ -28,19 +28,23 @@ log-probability would be wrong."""
 
 
 def is_restricted(turn: Turn) -> bool:
-    """Whether top-k left at most as many tokens as are recorded. What a session samples otherwise,
-    such as verl's, is not recorded."""
-    return bool(0 < turn.sampling.get("top_k", -1) <= turn.sampling.get("alternatives", 0))
+    """Whether a grammar bound the answer, or top-k left at most as many tokens as are recorded.
+    What a session samples otherwise, such as verl's, is not recorded."""
+    few = 0 < turn.sampling.get("top_k", -1) <= turn.sampling.get("alternatives", 0)
+    return few or "structured" in turn.sampling
 
 
 def kept_by(turn: Turn) -> tuple[KeptTokens, npt.NDArray[np.bool_]]:
     """`[S, K]`: what was left at each sampled token of a restricted turn; and `[S]`: whether that
-    is all. It is not where more tokens than are recorded have the same logit as the last one.
+    is all. It is not where more tokens than are recorded have the same logit as the last one, and
+    in an answer with a grammar whose engine reports none.
 
-    Raises TrajectoryError: no alternatives are recorded.
+    Raises TrajectoryError: no alternatives are recorded where every answer must have some.
     """
     rows, sampled = turn.alternatives, len(turn.sampled_ids)
     if rows is None or len(rows) != sampled:
+        if "structured" in turn.sampling:
+            return np.full((sampled, 1), NONE, np.int32), np.zeros(sampled, np.bool_)
         raise TrajectoryError(
             f"session {turn.session_id!r} turn {turn.index}: sampled with top-k, and what that "
             "left is not recorded; the engine must report the most probable tokens (--max-logprobs)"

@@ -245,6 +245,12 @@ class Trajectory:
     routing: Routing | None = None
     kept: KeptTokens | None = None
 
+    @property
+    def sampled_from_all(self) -> Mask:
+        """`[T]`, of the trained tokens those that were sampled from the whole vocabulary: the ones
+        that a trainer can train which does not know `kept`."""
+        return self.mask if self.kept is None else self.mask & (self.kept < 0).all(1)
+
     def __len__(self) -> int:
         return len(self.ids)
 

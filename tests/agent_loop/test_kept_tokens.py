@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from agent_loop.errors import TrajectoryError
+from agent_loop.errors import AgentLoopError, TrajectoryError
+from agent_loop.extras.other_trainers.trial_batch import TrialBatch, completion
 from agent_loop.producers.rollout_config import RolloutConfig
 from agent_loop.producers.rollout_format import decode_group, encode_group
 from agent_loop.records import (
@@ -28,6 +29,19 @@ from agent_loop.trial.outcome import Attempt, build_rollout
 from proxy.records import Turn
 from proxy.records.alternatives import table
 from tests.agent_loop.recorded import token_trees, turn
+
+
+class GivenTrials:
+    """A loop whose trials end with the given rollouts, one after another."""
+
+    def __init__(self, rollouts: list[Rollout]) -> None:
+        self._rollouts = rollouts
+
+    async def run(self, task: Task, **_: Any) -> Rollout:
+        return self._rollouts.pop(0)
+
+    async def close(self) -> None: ...
+
 
 LEFT: Mapping[str, Any] = {"top_k": 4, "top_p": 0.9, "alternatives": 20}
 
@@ -88,6 +102,39 @@ def test_turn_without_the_record_of_what_was_left_is_not_trained(
         build_segments([found])
     build_segments([found], untrained={0})
     build_segments([found], imitated=True)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 50, "alternatives": 20}])
+def test_answer_with_a_grammar_is_trained_only_where_what_it_left_is_recorded(
+    sampling: dict[str, Any],
+) -> None:
+    """Also of a session that pins a greater top-k, and of an engine that reports nothing."""
+    grammar = {**sampling, "structured": {"json": {}}}
+    plain = turn(0, None, 0, [1, 2], [4, 5])
+    bound = replace(turn(1, 0, 4, [3], [8, 9]), sampling=grammar)
+    (path,) = flatten(build_segments([plain, bound]))
+    assert path.ids[path.mask].tolist() == [4, 5]
+    rows = table([[(8, -0.7), (7, -0.69)], [(9, -0.7)]], 20)
+    (path,) = flatten(build_segments([plain, replace(bound, alternatives=rows)]))
+    assert path.ids[path.mask].tolist() == [4, 5]
+    rows = table([[(8, math.log(0.5)), (7, math.log(0.5))], [(9, -0.7)]], 20)
+    (path,) = flatten(build_segments([plain, replace(bound, alternatives=rows)]))
+    assert path.ids[path.mask].tolist() == [4, 5, 8]
+    assert path.kept is not None
+    assert sorted(path.kept[path.ids == 8][0].tolist())[-2:] == [7, 8]
+
+
+async def test_trainers_that_know_only_the_whole_vocabulary_get_its_tokens_alone() -> None:
+    turns = [turn(0, None, 0, [1, 2], [4, 5]), with_left(turn(1, 0, 4, [3], [8, 9]))]
+    task = Task("a", {"prompt": "Go."})
+    mixed = Rollout("t", task, RolloutStatus.DONE, 1.0, build_segments(turns))
+    assert completion(mixed).mask == [1, 1, 0, 0, 0]
+    assert completion(mixed).logprobs == [-0.125, -0.25, 0.0, 0.0, 0.0]
+    bound = Rollout("t", task, RolloutStatus.DONE, 1.0, build_segments([with_left(turns[0])]))
+    batch = TrialBatch(GivenTrials([bound, mixed]), [task], concurrency=1, seed=0)
+    with pytest.raises(AgentLoopError, match="no token of the batch can be trained"):
+        await batch.run(["Go."], step=0)
+    assert await batch.run(["Go."], step=0) == [mixed]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """A batch of trials for a trainer that trains one completion per prompt.
 
-Of a trial that forked, the path with the most sampled tokens is used. Invariant: tokens and
+Of a trial that forked, the path with the most trained tokens is used. Invariant: tokens and
 log-probabilities are those that were recorded, and the mask is 0 for tokens that the policy did not
-sample. A trial that cannot be trained has a mask of zeros and its group's mean reward, so that it
-changes neither the gradient nor the group's baseline.
+sample, or not from its whole vocabulary (an answer with a grammar). A trial that cannot be trained
+has a mask of zeros and its group's mean reward, so that it changes neither the gradient nor the
+group's baseline.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from agent_loop.errors import AgentLoopError
 from agent_loop.producers.groups import rollout_seed
@@ -34,9 +37,9 @@ class Completion:
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
-    """One per token of the completion; 0.0 for a token that was not sampled."""
+    """One per token of the completion; 0.0 for a token that is not trained."""
     mask: list[int]
-    """1 for each sampled token of the completion, otherwise 0."""
+    """1 for each token of the completion that is trained, otherwise 0."""
 
 
 class TrialBatch:
@@ -57,7 +60,7 @@ class TrialBatch:
 
         Raises:
             AgentLoopError: a prompt is not of a task; or the trials are to be trained, and none of
-                them can be.
+                them can be, or none of their tokens.
         """
         tasks = [self._task(prompt) for prompt in prompts]
 
@@ -71,6 +74,12 @@ class TrialBatch:
         rollouts = [trial.result() for trial in trials]
         if kind is SessionKind.TRAIN and not any(rollout.trainable for rollout in rollouts):
             raise AgentLoopError(f"no trial of the batch can be trained: {rollouts[0].error}")
+        if kind is SessionKind.TRAIN and not any(any(completion(r).mask) for r in rollouts):
+            raise AgentLoopError(
+                "no token of the batch can be trained: all were sampled with top-k or a grammar "
+                "(response_format), and this trainer computes probabilities over the whole "
+                "vocabulary; set the loop's sampling to top_k=0"
+            )
         return rollouts
 
     async def close(self) -> None:
@@ -89,13 +98,13 @@ def completion(rollout: Rollout) -> Completion:
     paths = flatten(rollout.segments) if rollout.trainable else []
     if not paths:  # trainers need a token in each part
         return Completion([0], [0], [0.0], [0])
-    path = max(paths, key=lambda path: int(path.mask.sum()))
-    first = int(path.mask.argmax())
+    path = max(paths, key=lambda path: int(path.sampled_from_all.sum()))
+    first, trained = int(path.mask.argmax()), path.sampled_from_all
     return Completion(
         path.ids[:first].tolist(),
         path.ids[first:].tolist(),
-        path.logprobs[first:].tolist(),
-        path.mask[first:].astype(int).tolist(),
+        np.where(trained, path.logprobs, np.float32(0))[first:].tolist(),
+        trained[first:].astype(int).tolist(),
     )
 
 

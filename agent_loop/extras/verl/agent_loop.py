@@ -101,7 +101,8 @@ class VerlConfig(RemoteAgentConfig, RecordingConfig):
 
 
 class VerlSampling(SamplingConfig):
-    """verl's sampling parameters; temperature 0 is allowed, because validation may be greedy."""
+    """verl's sampling parameters; temperature 0 is allowed, because validation may be greedy. verl
+    does not use what top-k left, nor do its servers report it."""
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = 1.0
@@ -111,7 +112,8 @@ class VerlSampling(SamplingConfig):
     @property
     def pinned(self) -> dict[str, float | int]:
         own = {"top_p": self.top_p, "top_k": self.top_k}
-        return {**super().pinned, **own, "repetition_penalty": self.repetition_penalty}
+        pinned = {**super().pinned, **own, "repetition_penalty": self.repetition_penalty}
+        return {name: value for name, value in pinned.items() if name != "alternatives"}
 
 
 class Recorder:
@@ -208,8 +210,8 @@ class AgenticLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
     def _all(self, rollout: Rollout) -> list[AgentLoopOutput]:
         if not rollout.trainable:
             raise AgentLoopError(
-                f"trial {rollout.trial_id} is {rollout.status.value} and has no reward: "
-                f"{rollout.error or 'no source gave one'}"
+                f"trial {rollout.trial_id} is {rollout.status.value} and cannot be trained: "
+                f"{rollout.error or 'it has no reward, or only answers with a grammar'}"
             )
         return [_output(rollout, trajectory) for trajectory in flatten(rollout.segments)]
 

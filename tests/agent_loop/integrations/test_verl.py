@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.replica import TokenOutput
 
-    from agent_loop.extras.verl.agent_loop import AgenticLoop, task_of
+    from agent_loop.extras.verl.agent_loop import AgenticLoop, VerlSampling, task_of
 
 AGENT = Path(__file__).parent / "forking_agent.py"
 
@@ -211,6 +211,13 @@ async def test_v1_gets_every_branch_and_trains_each_token_once(
     assert trained == len(client.answer) * 3
     assert [tag["min_global_steps"] for tag in written["tags"]] == [7, 7]
     assert [tag["status"] for tag in written["tags"]] == ["success", "success"]
+
+
+def test_sampling_of_verl_asks_for_no_alternatives_which_its_servers_do_not_report() -> None:
+    """With them, each answer would be one whose record lacks what top-k left."""
+    pinned = VerlSampling(temperature=0.7, top_k=5, top_p=0.9).pinned
+    assert (pinned["top_k"], pinned["top_p"]) == (5, 0.9)
+    assert "alternatives" not in pinned
 
 
 async def test_v1_drops_a_trial_without_a_reward(
