@@ -223,7 +223,6 @@ class TrainerConfig(ProcessesConfig):
             f"model.weights_dtype={model.weights_dtype}": model.weights_dtype != "float32",
             "model.activation_offload": model.activation_offload,
             "optimizer.offload": self.optimizer.offload,
-            f"rollout.top_k={self.rollout.top_k}": self.rollout.top_k > 0,
         }
         for key in (key for key, is_set in unsupported.items() if is_set):
             yield f"{key}: not supported with {', '.join(keys)}; remove one of them"

@@ -36,8 +36,14 @@ class EngineTeacher:
 
         Raises:
             TrainingError: the engine does not answer, or the temperature is not 1, at which an
-                engine scores given tokens.
+                engine scores given tokens, or tokens were sampled from a part of the vocabulary.
         """
+        if batch.kept is not None:
+            raise TrainingError(
+                f"{TEACHER_KEY}: an engine scores given tokens among the whole vocabulary, and the "
+                "batch has tokens that were sampled with top-k or a grammar (response_format); use "
+                "the folder of a checkpoint"
+            )
         if temperature != 1:
             raise TrainingError(
                 f"{TEACHER_KEY}: an engine scores given tokens at temperature 1, not {temperature}"

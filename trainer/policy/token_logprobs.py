@@ -35,9 +35,10 @@ GPU_SHARE = 32
 """Up to this part of a GPU, as 1 / n of its memory, chunks are larger there: few rows starve it."""
 LOGIT_COPIES = 3
 """Number of float32 chunks of logits that exist at the same time in the backward pass."""
-EXCLUDED = -1e4
-"""The logit of a token that top-k or top-p excluded. Its probability is 0 in float32; of minus
-infinity, its share in the entropy would be 0 · ∞."""
+EXCLUDED = -1e9
+"""The tempered logit of a token that top-k or top-p excluded. It is far below that of any other, of
+which logits of -120 at a temperature of 0.01 are -12,000. Of minus infinity, its share in the
+entropy would be 0 · ∞."""
 BLOCK_PRODUCTS = 1 << 24
 """Numbers of the weight's gradient that are converted at a time, if the compute type is lower."""
 

@@ -74,6 +74,15 @@ def test_engine_scores_a_sequence_that_fills_its_context(
     torch.testing.assert_close(scored, loaded, atol=1e-3, rtol=0)
 
 
+def test_engine_scores_no_tokens_that_were_sampled_from_a_part_of_the_vocabulary(
+    batch: Batch,
+) -> None:
+    batch.kept = batch.ids[:, None]
+    teacher = EngineTeacher("http://127.0.0.1:1", Ranks(), concurrency=1)
+    with pytest.raises(TrainingError, match="sampled with top-k or a grammar"):
+        teacher.compute_logprobs(batch, temperature=1.0)
+
+
 def test_teachers_with_the_policys_tokenizer_are_accepted(
     vllm: VllmServer, tiny_model: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch, joined
 from trainer.extras.automodel.policy import AutomodelPolicy
+from trainer.extras.automodel.vocabulary_parallel import divided_logprobs
 from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.architecture import without_noise
 from trainer.policy.model_config import ModelConfig
@@ -30,6 +31,7 @@ from trainer.policy.parallelism import Parallelism
 from trainer.policy.policy import Policy
 from trainer.policy.proof_on_copy import random_copy
 from trainer.policy.shrink import shrunk
+from trainer.policy.token_logprobs import OutputLayer, token_logprobs
 from trainer.policy.trainable import TrainablePolicy
 from trainer.run.state_folder import read_state, write_state
 from trainer.weight_sync.probe import probe_batch
@@ -113,9 +115,17 @@ def step(policy: TrainablePolicy, batch: Batch) -> dict[str, float]:
     return ranks.sum_metrics(late.sums()) | policy.step()
 
 
+def with_left(batch: Batch) -> Batch:
+    """The batch, of whose tokens every third was sampled from all and the others from three."""
+    others = torch.randint(5, 20, (batch.num_tokens, 2), generator=torch.Generator().manual_seed(2))
+    batch.kept = torch.cat([batch.ids[:, None], others], 1)
+    batch.kept[::3] = -1
+    return batch
+
+
 def computed(path: Path, case: Case, ranks: Ranks, folder: Path) -> Computed:
     """Trains packed trees twice."""
-    batch, policy = make_batch(1), policy_of(path, case, ranks)
+    batch, policy = with_left(make_batch(1)), policy_of(path, case, ranks)
     logprobs = scored(policy, batch)
     probe = scored(policy_of(path, case, ranks, frozen=True), probe_batch([5, 6, 7, 8, 9, 5]))
     metrics = [step(policy, batch)]
@@ -210,6 +220,32 @@ MORE = (
     Case("Llama 3", Parallelism(tensor=2, pipeline=2), changes=CHECKPOINTING),
     Case("Qwen 3 MoE", Parallelism(pipeline=2, expert=2), changes=CHECKPOINTING),
 )
+
+
+@pytest.mark.parametrize("softened", [0.7, 0.01])
+def test_scores_of_divided_logits_over_what_was_left_are_those_of_the_whole_ones(
+    softened: float,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (
+        (torch.randn(shape, generator=generator) * 2).requires_grad_()
+        for shape in ((9, 6), (40, 6))
+    )
+    kept = torch.stack([torch.randperm(40, generator=generator)[:4] for _ in range(9)])
+    ids = kept[:, 2].clone()
+    kept[4] = -1
+    found = [
+        divided_logprobs(hidden @ weight.T, ids, softened, kept=kept, entropy_grad=True),
+        token_logprobs(hidden, OutputLayer(weight), ids, softened, kept=kept, entropy_grad=True),
+    ]
+    gradients = [
+        torch.autograd.grad((logp + 0.5 * entropy).sum(), (hidden, weight))
+        for logp, entropy in found
+    ]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -97,6 +97,29 @@ def test_distribution_over_what_was_left_has_the_values_and_gradients_of_a_softm
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("softcap", [None, 500.0])
+def test_excluded_tokens_have_no_probability_where_logits_are_low_and_the_temperature_is_too(
+    softcap: float | None,
+) -> None:
+    """Such as the logits of GPT-2, which are about -100, at the lowest temperature of vLLM."""
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[-130.0], [-130.002], [-90.0]], requires_grad=True)
+    head = OutputLayer(weight, softcap=softcap)
+    kept = torch.tensor([[0, 1]])
+    logp, entropy = token_logprobs(
+        hidden, head, torch.tensor([0]), 0.01, kept=kept, entropy_grad=True
+    )
+    logits = weight.detach()[:, 0]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    over = (logits[:2] / 0.01).log_softmax(-1)
+    torch.testing.assert_close(logp[0], over[0], atol=1e-2, rtol=0)
+    torch.testing.assert_close(entropy[0], -(over.exp() * over).sum(), atol=1e-2, rtol=0)
+    (gradient,) = torch.autograd.grad((logp + 100 * entropy).sum(), weight)
+    assert torch.isfinite(gradient).all()
+    assert gradient[2] == 0
+
+
 def test_entropy_has_no_gradient_without_a_bonus() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
     logp, entropy = token_logprobs(

@@ -236,8 +236,6 @@ def test_what_top_k_and_top_p_leave_must_be_recorded_and_be_known_to_the_model(f
     assert "less than or equal to 20" in error_of(file, "rollout.top_k=21")
     said = error_of(file, "actor_rollout_ref.rollout.top_k=5")
     assert "here it is rollout.top_k" in said
-    divided = ("rollout.top_k=5", "trainer.ranks=2", "trainer.tensor_parallel=2")
-    assert "rollout.top_k=5: not supported with trainer.tensor_parallel" in error_of(file, *divided)
     teacher = "algorithm.distillation.teacher=http://127.0.0.1:1"
     said = error_of(file, "rollout.top_k=5", "rollout.top_p=0.9", teacher)
     assert "scores tokens among the whole vocabulary" in said

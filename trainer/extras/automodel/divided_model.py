@@ -129,12 +129,13 @@ def score(
     *,
     micro: MicroBatch,
     ids: Tensor,
+    kept: Tensor | None,
     temperature: float,
     entropy_grad: bool,
     compute_dtype: torch.dtype,
 ) -> Tensor:
     """The forward pass of a stage: ids or hidden states of a packed row to hidden states, or to the
-    scores `[2, M]` of the tokens `ids`."""
+    scores `[2, M]` of the tokens `ids`, among those of `kept`."""
     inputs = "input_ids" if self.get_decoder().embed_tokens is not None else "inputs_embeds"
     low = compute_dtype != torch.float32
     with torch.autocast(given.device.type, compute_dtype, enabled=low):
@@ -148,7 +149,7 @@ def score(
             sent: Tensor = hidden.to(compute_dtype)
             return sent
         logits = self.lm_head(hidden[0][micro.predictors])
-    scores = divided_logprobs(logits, ids, temperature, entropy_grad=entropy_grad)
+    scores = divided_logprobs(logits, ids, temperature, kept=kept, entropy_grad=entropy_grad)
     return torch.stack(scores)
 
 

@@ -212,10 +212,15 @@ class AutomodelPolicy:
     ) -> list[Tensor]:
         """The scores of the micro-batches, on the last stage; with `loss_of`, also gradients."""
         micros = [micro.to(self.device) for micro in micros]
+
+        def of_targets(column: Tensor | None, micro: MicroBatch) -> Tensor | None:
+            return None if column is None else column[micro.targets.cpu()].to(self.device)
+
         arguments = [
             {
                 "micro": micro,
-                "ids": batch.ids[micro.targets.cpu()].to(self.device),
+                "ids": of_targets(batch.ids, micro),
+                "kept": of_targets(batch.kept, micro),
                 "temperature": temperature,
                 "entropy_grad": entropy_grad,
                 "compute_dtype": self._dtype,
