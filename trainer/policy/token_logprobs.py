@@ -237,10 +237,10 @@ def _of_left(logits_C_V: Tensor, left_C_K: Tensor | None) -> Tensor:
     """The logits, in which those of tokens that are not left are `EXCLUDED`."""
     if left_C_K is None:
         return logits_C_V
-    everything_C_1 = left_C_K[:, :1] < 0
-    left_C_V = everything_C_1.expand(-1, logits_C_V.shape[1]).clone()
-    left_C_V.scatter_(1, left_C_K.clamp(min=0), True)
-    return logits_C_V.masked_fill_(left_C_V.logical_not_(), EXCLUDED)
+    count, everything_C_1 = logits_C_V.shape[1], left_C_K[:, :1] < 0
+    left = everything_C_1.expand(-1, count + 1).clone()
+    left.scatter_(1, left_C_K.clamp(0, count), True)  # in one more column: what this model lacks
+    return logits_C_V.masked_fill_(left[:, :count].logical_not(), EXCLUDED)
 
 
 @functools.cache

@@ -120,6 +120,17 @@ def test_excluded_tokens_have_no_probability_where_logits_are_low_and_the_temper
     assert gradient[2] == 0
 
 
+def test_token_that_only_a_larger_vocabulary_has_is_not_left() -> None:
+    """Of a teacher or a reference with fewer rows of padding than the policy."""
+    hidden, weight = torch.randn(2, 3), torch.randn(4, 3)
+    kept, ids = torch.tensor([[1, 2, 4], [6, 0, 3]]), torch.tensor([1, 3])
+    logp, entropy = token_logprobs(hidden, OutputLayer(weight), ids, 1.0, kept=kept)
+    for row, own in enumerate(([1, 2], [0, 3])):
+        over = (hidden @ weight.T)[row, own].log_softmax(-1)
+        torch.testing.assert_close(logp[row], over[own.index(int(ids[row]))])
+        torch.testing.assert_close(entropy[row], -(over.exp() * over).sum())
+
+
 def test_entropy_has_no_gradient_without_a_bonus() -> None:
     hidden = torch.randn(3, 4, requires_grad=True)
     logp, entropy = token_logprobs(
