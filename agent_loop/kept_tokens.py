@@ -23,8 +23,8 @@ KeptTokens = npt.NDArray[np.int32]
 """`[T, K]`, token ids; -1 fills the rest of a row. A row of -1 stands for the whole vocabulary."""
 NONE = -1
 LOST = 1e-5
-"""Most probability that tokens may have which are left and not recorded: as much the trainer's
-log-probability would be wrong."""
+"""Largest probability, in sum, of tokens that are left and not recorded. The trainer's
+log-probability is wrong by about as much."""
 
 
 def is_restricted(turn: Turn) -> bool:

@@ -272,7 +272,6 @@ def imitation_batch(rollouts: Sequence[Rollout], sources: Sequence[Source]) -> B
     """The trained tokens of recorded trials to imitate, whose prefixes are shared across trials.
     `logprobs` are NaN, so that only a loss of imitation can be computed."""
     batch = _merged([(0, rollout) for rollout in rollouts])
-    batch.kept = None
     batch.logprobs = torch.full_like(batch.logprobs, torch.nan)
     batch.routing = ()  # of another model
     batch.sources = tuple(sources)

@@ -173,6 +173,37 @@ def test_started_again_it_runs_what_is_not_done_and_only_names_any(run: Run) -> 
         run([good, bad], "--only", "x")
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_while_parts_run_beside_each_other_it_leaves_none_of_them(
+    tmp_path: Path, how: int
+) -> None:
+    says = "import os, signal, sys; open(sys.argv[2], 'w').write(str(os.getpid())); signal.pause()"
+    pipes = [tmp_path / name for name in ("a", "b")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    code = f"""
+        import os, sys
+        from benchmarks.gpu import __main__ as bench
+        from benchmarks.gpu.parts import Part
+        os.cpu_count = lambda: 16
+        bench._machine = lambda: "no GPU"
+        bench.torch.cuda.device_count = lambda: 1
+        program = (sys.executable, "-c", {says!r})
+        bench.first_table = lambda: [
+            Part(os.path.basename(pipe) + " part", 1, (pipe,), program=program, beside="both")
+            for pipe in {[str(pipe) for pipe in pipes]!r}
+        ]
+        sys.exit(bench.main(["--out", {str(tmp_path / "out")!r}]))
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)]) as process:
+        descriptors = [os.pidfd_open(int(pipe.read_text())) for pipe in pipes]
+        process.send_signal(how)
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], 60)[0], "a part still runs"
+        os.close(descriptor)
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
 MEETS = """
     import os
     mine, other = (folder.parent.parent / name for name in sys.argv[2:])

@@ -404,8 +404,8 @@ class Learner:
             if tolerance < engine.mismatch_tolerance(model):
                 advice = (
                     f"the first step differed by {self._first_mismatch:.1e}, so a part of what the "
-                    "engines hold is not of these weights, such as cached keys and values; resume "
-                    "the run, which starts its engines anew"
+                    "engines hold is not of these weights, such as cached keys and values; start "
+                    "the engines anew and resume the run"
                 )
             raise TrainingError(
                 f"step {self.step + 1}: trainer and engine differ by mean |Δ log p| = {mean:.2e} "

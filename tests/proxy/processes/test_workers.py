@@ -10,8 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -214,63 +214,64 @@ async def check_pause_everywhere(url: str) -> None:
     assert seen == [True] * 8
 
 
+@asynccontextmanager
+async def session_of_two_workers(
+    checkpoint: Path, rendering: Rendering, folder: Path
+) -> AsyncIterator[tuple[SessionHandle, subprocess.Popen[str]]]:
+    """A session of a proxy with two workers, and the process that started these."""
+    answer = [rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    async with ScriptedEngine(lambda _: answer) as engine:
+        with two_workers(checkpoint, engine.url, folder) as (url, parent):
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                session = await control.create_session()
+            yield session, parent
+
+
 async def test_killed_worker_loses_no_session_and_killed_parent_leaves_no_worker(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:
-    answer = [rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    async with ScriptedEngine(lambda _: answer) as engine:
-        with two_workers(checkpoint, engine.url, tmp_path) as (url, parent):
-            async with ProxyClient(url, ADMIN_KEY) as control:
-                session = await control.create_session()
-            workers = children(parent.pid)
-            assert len(workers) == 2
-            kill(workers[0])
-            messages = [{"role": "user", "content": "Hello."}]
-            assert [(await ask(session, messages))[0] for _ in range(4)] == [200] * 4
-            pidfds = [os.pidfd_open(pid) for pid in children(parent.pid)]
-            assert pidfds
-            parent.kill()
-            assert all(select.select([fd], [], [], 60)[0] for fd in pidfds)
+    async with session_of_two_workers(checkpoint, rendering, tmp_path) as (session, parent):
+        workers = children(parent.pid)
+        assert len(workers) == 2
+        kill(workers[0])
+        messages = [{"role": "user", "content": "Hello."}]
+        assert [(await ask(session, messages))[0] for _ in range(4)] == [200] * 4
+        pidfds = [os.pidfd_open(pid) for pid in children(parent.pid)]
+        assert pidfds
+        parent.kill()
+        assert all(select.select([fd], [], [], 60)[0] for fd in pidfds)
 
 
 async def test_connection_waits_while_all_workers_are_dead(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:
-    answer = [rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    async with ScriptedEngine(lambda _: answer) as engine:
-        with two_workers(checkpoint, engine.url, tmp_path) as (url, parent):
-            async with ProxyClient(url, ADMIN_KEY) as control:
-                session = await control.create_session()
-            for number in range(3):
-                kill_workers(parent.pid)
-                asked = [[{"role": "user", "content": f"Hello {number} {n}."}] for n in range(8)]
-                answers = await asyncio.gather(*(ask(session, messages) for messages in asked))
-                assert [status for status, _ in answers] == [200] * 8
+    async with session_of_two_workers(checkpoint, rendering, tmp_path) as (session, parent):
+        for number in range(3):
+            kill_workers(parent.pid)
+            asked = [[{"role": "user", "content": f"Hello {number} {n}."}] for n in range(8)]
+            answers = await asyncio.gather(*(ask(session, messages) for messages in asked))
+            assert [status for status, _ in answers] == [200] * 8
 
 
 async def test_living_worker_accepts_the_connections_of_a_dead_one(
     checkpoint: Path, rendering: Rendering, tmp_path: Path
 ) -> None:
     """The dead one's successor is stopped in its start, and accepts its own afterwards."""
-    answer = [rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    async with ScriptedEngine(lambda _: answer) as engine:
-        with two_workers(checkpoint, engine.url, tmp_path) as (url, parent):
-            async with ProxyClient(url, ADMIN_KEY) as control:
-                session = await control.create_session()
-            killed, living = children(parent.pid)
-            kill(killed)
-            async with asyncio.timeout(60):
-                while not (now := set(children(parent.pid)) - {killed, living}):  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
-            (successor,) = now
-            os.kill(successor, signal.SIGSTOP)
-            asked = [[{"role": "user", "content": f"Hello {n}."}] for n in range(12)]
-            async with asyncio.timeout(60):
-                assert [(await ask(session, messages))[0] for messages in asked] == [200] * 12
-            os.kill(successor, signal.SIGCONT)
-            kill(living)
-            async with asyncio.timeout(60):
-                assert [(await ask(session, messages))[0] for messages in asked] == [200] * 12
+    async with session_of_two_workers(checkpoint, rendering, tmp_path) as (session, parent):
+        killed, living = children(parent.pid)
+        kill(killed)
+        async with asyncio.timeout(60):
+            while not (now := set(children(parent.pid)) - {killed, living}):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        (successor,) = now
+        os.kill(successor, signal.SIGSTOP)
+        asked = [[{"role": "user", "content": f"Hello {n}."}] for n in range(12)]
+        async with asyncio.timeout(60):
+            assert [(await ask(session, messages))[0] for messages in asked] == [200] * 12
+        os.kill(successor, signal.SIGCONT)
+        kill(living)
+        async with asyncio.timeout(60):
+            assert [(await ask(session, messages))[0] for messages in asked] == [200] * 12
 
 
 async def test_killed_processes_serve_the_same_version_of_a_policy_again(
