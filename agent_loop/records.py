@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agent_loop.kept_tokens import KeptTokens
-from proxy.records import Ids, Logprobs, Session, Turn
+from proxy.records import Ids, ImageSpan, Logprobs, Session, Turn
 from proxy.records.expert_rows import Routing
 from proxy.wall import Wall
 
@@ -204,7 +204,7 @@ class Segment:
     parent: int
     """Index of the segment before this one in the rollout's `segments`; -1 for a root."""
     ids: Ids
-    """`[T]`, token ids."""
+    """`[T]`, token ids; below 0 for tokens of `images`."""
     mask: Mask
     """`[T]`, True where the policy sampled the token and it is to be trained."""
     logprobs: Logprobs
@@ -218,6 +218,8 @@ class Segment:
     kept: KeptTokens | None = None
     """`[T, K]`, the tokens that top-k and top-p left; None: all were sampled from the whole
     vocabulary."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images in `ids`, whose tokens have ids below 0 (`proxy.records.images`)."""
 
     def training_only(self, chosen: Mask) -> Segment:
         """The segment, of whose trained tokens only those that are `chosen` (`[T]`) are trained."""
@@ -244,6 +246,7 @@ class Trajectory:
     turns: Ids
     routing: Routing | None = None
     kept: KeptTokens | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def sampled_from_all(self) -> Mask:

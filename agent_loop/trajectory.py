@@ -22,9 +22,10 @@ from agent_loop import kept_tokens
 from agent_loop.errors import TrajectoryError
 from agent_loop.kept_tokens import KeptTokens
 from agent_loop.records import Mask, Segment, Trajectory
-from proxy.errors import ProxyError
-from proxy.records import Ids, Logprobs, Turn
+from proxy.errors import ImageError, ProxyError
+from proxy.records import Ids, ImageSpan, Logprobs, Turn
 from proxy.records.expert_rows import Routing, joined, routing_of
+from proxy.records.images import check_images, moved, within
 
 
 def build_segments(
@@ -53,7 +54,12 @@ def build_segments(
         _block(turn, index, index not in untrained, routing, imitated)
         for index, (turn, routing) in enumerate(zip(turns, routings, strict=True))
     ]
-    segments = prune(_cut(blocks, hangs))
+    try:
+        for block in blocks:
+            check_images(block.ids, block.images)
+        segments = prune(_cut(blocks, hangs))
+    except ImageError as error:
+        raise TrajectoryError(f"session {turns[0].session_id!r}: {error}") from error
     _check_trained(turns, untrained, blocks, segments)
     return segments
 
@@ -84,9 +90,20 @@ def flatten(segments: Sequence[Segment]) -> list[Trajectory]:
                 turns=np.concatenate([part.turns for part in parts]),
                 routing=joined([(len(part.ids), part.routing) for part in parts]),
                 kept=kept_tokens.joined([(len(part.ids), part.kept) for part in parts]),
+                images=_images_of(parts),
             )
         )
     return trajectories
+
+
+def _images_of(parts: Sequence[Segment]) -> tuple[ImageSpan, ...]:
+    """The images of segments that follow each other."""
+    images: list[ImageSpan] = []
+    start = 0
+    for part in parts:
+        images += moved(part.images, start)
+        start += len(part.ids)
+    return tuple(images)
 
 
 @dataclass(slots=True)
@@ -100,6 +117,7 @@ class _Block:
     turn: int
     routing: Routing | None
     kept: KeptTokens | None
+    images: tuple[ImageSpan, ...]
 
     def piece(self, parent: int, start: int, end: int) -> Segment:
         return Segment(
@@ -111,6 +129,7 @@ class _Block:
             turns=np.full(end - start, self.turn, np.int32),
             routing=None if self.routing is None else self.routing[start:end],
             kept=None if self.kept is None else self.kept[start:end],
+            images=within(self.images, start, end),
         )
 
 
@@ -141,7 +160,7 @@ def _block(
         kept = kept_tokens.after_prompt(prompt, left)
         logprobs[~mask], versions[~mask] = 0.0, -1
     ids = np.concatenate([turn.prompt_ids, turn.sampled_ids]).astype(np.int32, copy=False)
-    return _Block(ids, mask, logprobs, versions, index, routing, kept)
+    return _Block(ids, mask, logprobs, versions, index, routing, kept, turn.images)
 
 
 def _check_tree(turn: Turn, index: int) -> None:
@@ -266,6 +285,7 @@ def _head(piece: Segment, length: int) -> Segment:
         piece.turns[:length],
         None if piece.routing is None else piece.routing[:length],
         None if piece.kept is None else piece.kept[:length],
+        within(piece.images, 0, length),
     )
 
 
@@ -279,6 +299,7 @@ def _join(parent: int, parts: Sequence[Segment]) -> Segment:
         turns=np.concatenate([part.turns for part in parts]),
         routing=joined([(len(part.ids), part.routing) for part in parts]),
         kept=kept_tokens.joined([(len(part.ids), part.kept) for part in parts]),
+        images=_images_of(parts),
     )
 
 

@@ -10,6 +10,7 @@ ProxyError
 ├── EngineError         no replica could answer                           503 (retryable) / 502
 │   ├── MissingAdapter  the replica lacks the adapter that the call names 502
 │   └── UnreachableEngine  no connection, so the call did not reach the replica 503
+├── ImageError          a prompt's images are not those of its record     500
 ├── StoreError          the store failed, so the call is not answered     503
 └── ConfigurationError  the process cannot start: key, value, bound and what to do
 """
@@ -131,6 +132,11 @@ class MissingAdapter(EngineError):
 
 class UnreachableEngine(EngineError):
     """There is no connection to the replica, so it did not get the call."""
+
+
+class ImageError(ProxyError):
+    """The image tokens of a prompt are not those of its recorded images. Nothing is sampled or
+    trained, because the model would see another image, or none."""
 
 
 class StoreError(ProxyError):

@@ -13,6 +13,7 @@ import numpy as np
 from agent_loop.kept_tokens import KeptTokens
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from proxy.records import routed_experts
+from proxy.records.binary import ImageFields, image_fields, images_of
 from proxy.records.expert_rows import Routing
 
 FORMAT = 1
@@ -46,6 +47,7 @@ class _Segment(msgspec.Struct, array_like=True):
     experts: bytes | None = None
     routed: bytes = b""
     kept: bytes | None = None
+    images: list[ImageFields] = []
 
 
 class _Rollout(msgspec.Struct, array_like=True):
@@ -94,6 +96,7 @@ def _encode(rollout: Rollout) -> _Rollout:
                 segment.turns.astype("<i4", copy=False).tobytes(),
                 *_encode_routing(segment.routing),
                 None if segment.kept is None else segment.kept.astype("<i4", copy=False).tobytes(),
+                image_fields(segment.images),
             )
             for segment in rollout.segments
         ],
@@ -136,6 +139,7 @@ def _decode(fields: _Rollout, task: Task) -> Rollout:
                 np.frombuffer(segment.turns, "<i4"),
                 _decode_routing(segment.experts, segment.routed),
                 _decode_kept(segment),
+                images_of(segment.images),
             )
             for segment in fields.segments
         ),

@@ -5,7 +5,8 @@ A session's turns form the **token tree**. A turn holds only the tokens that it 
     path(turn) = path(turn.parent)[: turn.shared_tokens] + turn.prompt_ids + turn.sampled_ids
 
 so `path(turn)` without its `sampled_ids` is exactly the prompt that the engine got, and
-`sampled_ids` is exactly what it returned. A turn *extends* its parent if `shared_tokens` covers the
+`sampled_ids` is exactly what it returned; but the tokens of an image are numbers below 0
+(`records.images`). A turn *extends* its parent if `shared_tokens` covers the
 parent's whole path, and *forks* from it otherwise; every fork has a cause. A *branch* is a session
 whose first turns are another session's (`Origin`).
 """
@@ -189,6 +190,51 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
+class ImageSpan(msgspec.Struct, frozen=True):
+    """The tokens `[offset, offset + tokens)` of a prompt are an image.
+
+    Example: ImageSpan(offset=5, tokens=6, token=151655, digest="4aeb5f…", sha256="9f86d0…",
+                       grid=(1, 4, 6))
+    """
+
+    offset: int
+    """Of a turn: index in its `prompt_ids`. Of a prompt or a path: index in that."""
+    tokens: int
+    """At least 1."""
+    token: int
+    """The id that the engine gets for each of them (`image_token_id` of config.json)."""
+    digest: str
+    """sha256 of the pixels and all else that the model's processor made of the image, in
+    hexadecimal: what the image is called in the engine."""
+    sha256: str
+    """Of the bytes that the agent sent, in hexadecimal."""
+    grid: tuple[int, ...] = ()
+    """Patches in time, height and width (`image_grid_thw`); empty for a model without it."""
+
+
+class RecordedImage(msgspec.Struct, frozen=True):
+    """An image that an agent sent, which the store has once, and what the model's processor makes
+    of it.
+
+    Example: RecordedImage("9f86d0…", "image/png", b"\\x89PNG…", "4aeb5f…", 6, 151655, (1, 4, 6))
+    """
+
+    sha256: str
+    """Of `data`, in hexadecimal."""
+    media_type: str
+    """What `data` is, whatever the request says."""
+    data: bytes
+    """As the agent sent it."""
+    digest: str
+    tokens: int
+    token: int
+    grid: tuple[int, ...] = ()
+    """These four as in `ImageSpan`."""
+
+    def at(self, offset: int) -> ImageSpan:
+        return ImageSpan(offset, self.tokens, self.token, self.digest, self.sha256, self.grid)
+
+
 class Turn(msgspec.Struct, frozen=True):
     """One model call from request to answer. (A struct, which is made in C, because each call makes
     two of them.)
@@ -252,6 +298,8 @@ class Turn(msgspec.Struct, frozen=True):
     alternatives: Alternatives | None = None
     """`[S, N]`, the tokens from which each sampled one was chosen. The sampled one is among them if
     it is one of the `N` most probable. None: not recorded."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images in `prompt_ids`, in order."""
 
     @property
     def policy(self) -> str:

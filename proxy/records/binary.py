@@ -10,6 +10,7 @@ for the digest of the API key, which is left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from proxy.records import (
     BranchMode,
     FinishReason,
     ForkCause,
+    ImageSpan,
     Mark,
     Origin,
     Reward,
@@ -39,6 +41,10 @@ from proxy.records import (
 CONTENT_TYPE = "application/vnd.agentic.record+msgpack"
 FORMAT = 1
 """Incremented when a field changes its meaning; a reader refuses any other format."""
+
+
+ImageFields = tuple[int, int, int, str, str, list[int]]
+"""The values of an `ImageSpan`."""
 
 
 class RecordFormatError(ValueError):
@@ -121,6 +127,21 @@ def origin_fields(origin: Origin) -> dict[str, Any]:
     }
 
 
+def image_fields(images: Iterable[ImageSpan]) -> list[ImageFields]:
+    """The values of each image, for JSON and msgpack."""
+    return [(i.offset, i.tokens, i.token, i.digest, i.sha256, list(i.grid)) for i in images]
+
+
+def images_of(
+    fields: Iterable[ImageFields],
+) -> tuple[ImageSpan, ...]:
+    """Reads `image_fields`."""
+    return tuple(
+        ImageSpan(offset, tokens, token, digest, sha256, tuple(grid))
+        for offset, tokens, token, digest, sha256, grid in fields
+    )
+
+
 class _SessionFields(msgspec.Struct, array_like=True):
     session_id: str
     kind: str
@@ -163,6 +184,7 @@ class _TurnFields(msgspec.Struct, array_like=True):
     engine: str = ""
     routed_experts: bytes | None = None
     alternatives: bytes | None = None
+    images: list[ImageFields] = []
 
 
 class _Record(msgspec.Struct):
@@ -254,6 +276,7 @@ def _encode_turn(session_id: str, turn: Turn) -> _TurnFields:
         turn.engine,
         routed_experts.dump(turn.routed_experts),
         alternatives.dump(turn.alternatives),
+        image_fields(turn.images),
     )
 
 
@@ -283,4 +306,5 @@ def _decode_turn(session_id: str, fields: _TurnFields) -> Turn:
         engine=fields.engine,
         routed_experts=routed_experts.load(fields.routed_experts),
         alternatives=alternatives.load(fields.alternatives),
+        images=images_of(fields.images),
     )

@@ -20,7 +20,16 @@ from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, QuotaReached, SessionError, StoreError
 from proxy.machine.secrecy import without_password
-from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
+from proxy.records import (
+    Quota,
+    RecordedImage,
+    Reward,
+    ServedPolicy,
+    Session,
+    SessionStatus,
+    Turn,
+    TurnStatus,
+)
 from proxy.store import layout, postgres_policies, postgres_quotas, quota_rows, rows
 from proxy.store import postgres_statements as statements
 from proxy.store.postgres_browser import PostgresBrowser
@@ -34,6 +43,7 @@ from proxy.store.protocol import (
 )
 
 SCHEMA_LOCK = 0x61677279
+IMAGES_LOCK = 0x6167727A
 
 
 async def open_postgres(url: str, *, durability: Durability, create: bool) -> PostgresStore:
@@ -129,8 +139,7 @@ class PostgresStore:
             done: str = await connection.execute(
                 "DELETE FROM sessions WHERE session_id = $1", session_id
             )
-            for table in statements.TABLES[1:]:
-                await connection.execute(f"DELETE FROM {table} WHERE session_id = $1", session_id)
+            await _delete_rows(connection, [session_id], statements.TABLES[1:])
         return done != "DELETE 0"
 
     async def remove_ended(self, before: float, limit: int) -> int:
@@ -138,9 +147,7 @@ class PostgresStore:
             found = await connection.fetch(statements.ENDED, before, limit)
             locked = [row[0] for row in found]
             ended = [row[0] for row in await connection.fetch(statements.STILL_UNREFERRED, locked)]
-            for table in statements.TABLES:
-                sql = f"DELETE FROM {table} WHERE session_id = ANY($1::text[])"
-                await connection.execute(sql, ended)
+            await _delete_rows(connection, ended, statements.TABLES)
         return len(ended)
 
     async def used_bytes(self) -> int | None:
@@ -158,6 +165,19 @@ class PostgresStore:
         if not begun:
             await self._changed(postgres_quotas.GIVE_BACK, quota)
             await self._refuse_turn(turn)
+
+    async def add_images(self, session_id: str, images: Sequence[RecordedImage]) -> None:
+        async with self._connection() as connection, connection.transaction():
+            await connection.execute(statements.ADDING_IMAGES, IMAGES_LOCK)
+            for image in images:
+                added = await connection.execute(statements.HAS_IMAGE, session_id, image.sha256)
+                if added.endswith(" 0"):
+                    raise rows.no_session(session_id)
+                await connection.execute(statements.ADD_IMAGE, *rows.image_row(image))
+
+    async def get_image(self, sha256: str) -> RecordedImage | None:
+        found = await self._fetch(statements.IMAGE, sha256)
+        return rows.image_from_row(found[0]) if found else None
 
     async def commit_turn(self, turn: Turn, quota: str = "") -> None:
         row = (turn.session_id, turn.index, *rows.answer_row(turn))
@@ -324,7 +344,7 @@ class PostgresStore:
         sql = "SELECT status FROM sessions WHERE session_id = $1"
         found = await self._fetch(sql, turn.session_id)
         if not found:
-            raise SessionError(f"session {turn.session_id} does not exist", status=404)
+            raise rows.no_session(turn.session_id)
         status = found[0][0]
         if status != SessionStatus.OPEN.value:
             code = 410 if status == SessionStatus.EXPIRED.value else 409
@@ -348,6 +368,20 @@ class PostgresStore:
                 yield connection
         except CONNECTION_ERRORS as error:
             raise StoreError(f"the store failed: {error or type(error).__name__}") from error
+
+
+async def _delete_rows(
+    connection: asyncpg.Connection, session_ids: Sequence[str], tables: Sequence[str]
+) -> None:
+    """Deletes the sessions' rows in these tables, and images that no other session has."""
+    images = [row[0] for row in await connection.fetch(statements.IMAGES_OF, session_ids)]
+    if images:
+        await connection.execute(statements.REMOVING_IMAGES, IMAGES_LOCK)
+    for table in tables:
+        sql = f"DELETE FROM {table} WHERE session_id = ANY($1::text[])"
+        await connection.execute(sql, session_ids)
+    if images:
+        await connection.execute(statements.REMOVE_UNUSED_IMAGES, images)
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:

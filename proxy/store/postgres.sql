@@ -51,6 +51,7 @@ CREATE TABLE turns (
     started_at DOUBLE PRECISION NOT NULL,
     prompt_ids BYTEA NOT NULL,
     request BYTEA NOT NULL,  -- the messages and tools that the request adds
+    images BYTEA,  -- where images are in prompt_ids, as JSON
     PRIMARY KEY (session_id, idx)
 );
 CREATE INDEX forks_by_cause ON turns (fork_cause, started_at) WHERE fork_cause IS NOT NULL;
@@ -148,3 +149,20 @@ CREATE TABLE search_rules (
     query BYTEA NOT NULL,
     created_at DOUBLE PRECISION NOT NULL
 );
+
+-- Each image once, whatever sessions and turns have it.
+CREATE TABLE images (
+    sha256 TEXT PRIMARY KEY,
+    media_type TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    tokens INTEGER NOT NULL,
+    token INTEGER NOT NULL,
+    grid BYTEA NOT NULL,
+    data BYTEA NOT NULL
+);
+CREATE TABLE session_images (
+    session_id TEXT COLLATE "C" NOT NULL,
+    sha256 TEXT NOT NULL,
+    PRIMARY KEY (session_id, sha256)
+);
+CREATE INDEX sessions_by_image ON session_images (sha256);

@@ -13,7 +13,7 @@ from proxy.store import quota_rows
 
 BEGIN = (
     "WITH counted AS (UPDATE quotas SET turns = turns + 1"
-    f" WHERE name = $14 AND {quota_rows.ALLOWS} RETURNING 1),"
+    f" WHERE name = $15 AND {quota_rows.ALLOWS} RETURNING 1),"
     f" begun AS ({statements.begin('AND EXISTS (SELECT 1 FROM counted)')} RETURNING 1)"
     " SELECT (SELECT count(*) FROM counted), (SELECT count(*) FROM begun)"
 )

@@ -6,7 +6,7 @@ from proxy.store import rows
 
 INTENT = (
     "$1::text, $2::int, $3::int, $4::int, $5::text, $6::bytea, $7::bytea, $8::bytea, $9::text,"
-    " $10::text, $11::double precision, $12::bytea, $13::int"
+    " $10::text, $11::double precision, $12::bytea, $13::bytea, $14::int"
 )
 ANSWER = (
     "$1::text, $2::int, $3::text, $4::bytea, $5::bytea, $6::bytea, $7::text, $8::bytea, $9::bytea,"
@@ -30,6 +30,23 @@ COMMIT = (
     " WHERE session_id = $1 AND idx = $2 ON CONFLICT (session_id, idx) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in ANSWER_NAMES)
     + f" WHERE {rows.MAY_COMMIT}"
+)
+# Images are added together, and removed alone: neither sees half of what the other does.
+ADDING_IMAGES = "SELECT pg_advisory_xact_lock_shared($1)"
+REMOVING_IMAGES = "SELECT pg_advisory_xact_lock($1)"
+ADD_IMAGE = (
+    f"INSERT INTO images ({rows.IMAGE_COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7)"
+    " ON CONFLICT DO NOTHING"
+)
+HAS_IMAGE = (
+    "INSERT INTO session_images (session_id, sha256) SELECT session_id, $2::text FROM sessions"
+    " WHERE session_id = $1 ON CONFLICT (session_id, sha256) DO UPDATE SET sha256 = excluded.sha256"
+)
+IMAGE = f"SELECT {rows.IMAGE_COLUMNS} FROM images WHERE sha256 = $1"
+IMAGES_OF = "SELECT DISTINCT sha256 FROM session_images WHERE session_id = ANY($1::text[])"
+REMOVE_UNUSED_IMAGES = (
+    "DELETE FROM images WHERE sha256 = ANY($1::text[])"
+    " AND NOT EXISTS (SELECT 1 FROM session_images s WHERE s.sha256 = images.sha256)"
 )
 IS_TURN = "SELECT 1 FROM turns WHERE session_id = $1 AND idx = $2"
 SET_STATUS = (
@@ -83,7 +100,16 @@ MARKS = (
     f"SELECT session_id, {rows.MARK_COLUMNS} FROM marks WHERE session_id = ANY($1::text[])"
     " ORDER BY at"
 )
-TABLES = ("sessions", "turns", "answers", "deliveries", "rewards", "events", "marks")
+TABLES = (
+    "sessions",
+    "turns",
+    "answers",
+    "deliveries",
+    "rewards",
+    "events",
+    "marks",
+    "session_images",
+)
 UNREFERRED = "NOT EXISTS (SELECT 1 FROM sessions WHERE origin_session = s.session_id)"
 # SKIP LOCKED: proxies that remove sessions at the same time remove different ones.
 ENDED = (

@@ -14,6 +14,7 @@ import msgspec
 
 from proxy.records import (
     Quota,
+    RecordedImage,
     Reward,
     ServedPolicy,
     Session,
@@ -116,6 +117,16 @@ class Store(Protocol):
                 (404), whatever the proxy's cache holds.
         """
         ...
+
+    async def add_images(self, session_id: str, images: Sequence[RecordedImage]) -> None:
+        """Records images that a turn of the session is going to have, each once for all sessions.
+        They are removed with the last session that has them.
+
+        Raises SessionError (404) for a session that does not exist.
+        """
+        ...
+
+    async def get_image(self, sha256: str) -> RecordedImage | None: ...
 
     async def commit_turn(self, turn: Turn, quota: str = "") -> None:
         """Records the answer: sampled ids, log-probabilities, versions, status, keys and times.

@@ -7,10 +7,12 @@ holds only the tokens that its turn adds. Arrays from a row are read-only views 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from struct import Struct
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 from msgspec.structs import replace
@@ -24,6 +26,7 @@ from proxy.records import (
     Logprobs,
     Mark,
     Origin,
+    RecordedImage,
     Reward,
     RuleAction,
     Session,
@@ -35,15 +38,17 @@ from proxy.records import (
     alternatives,
     routed_experts,
 )
+from proxy.records.binary import ImageFields, image_fields, images_of
 from proxy.store.protocol import Undelivered
 
+IMAGE_COLUMNS = "sha256, media_type, data, digest, tokens, token, grid"
 SESSION_COLUMNS = (
     "session_id, key_hash, kind, status, created_at, expires_at, completed_at,"
     " sampling, profile, limits, metadata, origin_session, origin_turn, origin_salvages, origin"
 )
 INTENT_COLUMNS = (
     "session_id, idx, parent, shared_tokens, fork_cause, prompt_ids, request_key, sampling,"
-    " dialect, agent_id, started_at, request"
+    " dialect, agent_id, started_at, request, images"
 )
 ANSWER_COLUMNS = (
     "status, sampled_ids, logprobs, versions, finish_reason, answer_key, answer,"
@@ -69,6 +74,7 @@ TURN_COLUMNS = ", ".join(
 IN_LINEAGE = "t.session_id = l.session_id AND t.idx >= l.low AND t.idx < l.high"
 _NO_END = 2**31 - 1
 _SPAN = Struct("<3i")
+_IMAGES = msgspec.json.Decoder(list[ImageFields])
 
 
 def unrecorded(session_id: str, index: int, *, exists: bool) -> ProxyError:
@@ -81,6 +87,10 @@ def unrecorded(session_id: str, index: int, *, exists: bool) -> ProxyError:
     return SessionError(
         f"session {session_id} has no turn {index}; was the session deleted?", status=404
     )
+
+
+def no_session(session_id: str) -> SessionError:
+    return SessionError(f"session {session_id} does not exist", status=404)
 
 
 def lineage(session_id: str, *, least: str) -> str:
@@ -170,6 +180,7 @@ def intent_row(t: Turn) -> tuple[Any, ...]:
         t.agent_id,
         t.started_at,
         t.request,
+        msgspec.json.encode(image_fields(t.images)) if t.images else None,
     )
 
 
@@ -206,24 +217,38 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
         agent_id=row[9],
         started_at=row[10],
         request=bytes(row[11]),
+        images=images_of(_IMAGES.decode(row[12])) if row[12] else (),
     )
-    if row[12] is None:
+    if row[13] is None:
         return turn
     return replace(
         turn,
-        status=TurnStatus(row[12]),
-        sampled_ids=_ids_from(row[13]),
-        logprobs=_logprobs_from(row[14]),
-        versions=_versions_from(row[15]),
-        finish_reason=FinishReason(row[16]) if row[16] else None,
-        answer_key=bytes(row[17]),
-        answer=bytes(row[18]),
-        first_token_s=row[19],
-        duration_s=row[20],
-        engine=row[21] or "",
-        routed_experts=routed_experts.load(row[22]),
-        alternatives=alternatives.load(row[23]),
+        status=TurnStatus(row[13]),
+        sampled_ids=_ids_from(row[14]),
+        logprobs=_logprobs_from(row[15]),
+        versions=_versions_from(row[16]),
+        finish_reason=FinishReason(row[17]) if row[17] else None,
+        answer_key=bytes(row[18]),
+        answer=bytes(row[19]),
+        first_token_s=row[20],
+        duration_s=row[21],
+        engine=row[22] or "",
+        routed_experts=routed_experts.load(row[23]),
+        alternatives=alternatives.load(row[24]),
     )
+
+
+def image_row(i: RecordedImage) -> tuple[Any, ...]:
+    """Values of `IMAGE_COLUMNS`."""
+    return (i.sha256, i.media_type, i.data, i.digest, i.tokens, i.token, orjson.dumps(i.grid))
+
+
+def image_from_row(row: Sequence[Any]) -> RecordedImage:
+    sha256, media_type, data, digest, tokens, token, grid = row
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise StoreError(f"the store's image {sha256} has other bytes than were recorded")
+    grid = tuple(orjson.loads(grid))
+    return RecordedImage(sha256, media_type, bytes(data), digest, tokens, token, grid)
 
 
 def check_origin(origin: Origin, found: Sequence[Any] | None) -> None:

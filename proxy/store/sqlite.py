@@ -23,7 +23,16 @@ import orjson
 from msgspec.structs import replace
 
 from proxy.errors import ConfigurationError, SessionError, StoreError
-from proxy.records import Quota, Reward, ServedPolicy, Session, SessionStatus, Turn, TurnStatus
+from proxy.records import (
+    Quota,
+    RecordedImage,
+    Reward,
+    ServedPolicy,
+    Session,
+    SessionStatus,
+    Turn,
+    TurnStatus,
+)
 from proxy.settings.state_folder import make_state_folder, state_folder
 from proxy.store import quota_rows, rows, sqlite_quotas
 from proxy.store import sqlite_statements as statements
@@ -203,6 +212,23 @@ class SqliteStore:
             sqlite_quotas.begun(c, quota)
 
         await self._writer.write(begin)
+
+    async def add_images(self, session_id: str, images: Sequence[RecordedImage]) -> None:
+        image_rows = [rows.image_row(image) for image in images]
+
+        def add(c: sqlite3.Connection) -> bool:
+            for row in image_rows:
+                if c.execute(statements.HAS_IMAGE, (row[0], session_id)).rowcount == 0:
+                    return False
+                c.execute(statements.ADD_IMAGE, row)
+            return True
+
+        if not await self._writer.write(add):
+            raise rows.no_session(session_id)
+
+    async def get_image(self, sha256: str) -> RecordedImage | None:
+        found = await self._read(lambda c: c.execute(statements.IMAGE, (sha256,)).fetchone())
+        return None if found is None else rows.image_from_row(found)
 
     async def commit_turn(self, turn: Turn, quota: str = "") -> None:
         which = (turn.session_id, turn.index)
@@ -384,7 +410,7 @@ def _refuse_turn(c: sqlite3.Connection, turn: Turn) -> None:
     found = c.execute("SELECT status FROM sessions WHERE session_id = ?", (turn.session_id,))
     row = found.fetchone()
     if row is None:
-        raise SessionError(f"session {turn.session_id} does not exist", status=404)
+        raise rows.no_session(turn.session_id)
     if row[0] != SessionStatus.OPEN.value:
         status = 410 if row[0] == SessionStatus.EXPIRED.value else 409
         raise SessionError(f"session {turn.session_id} is {row[0]}", status=status)
@@ -402,7 +428,12 @@ def _shrink(c: sqlite3.Connection) -> bool:
 def _delete(c: sqlite3.Connection, session_ids: list[str]) -> int:
     """Returns the number of deleted sessions."""
     marks = ", ".join("?" * len(session_ids))
-    for table in ("turns", "answers", "deliveries", "rewards", "events", "marks"):
+    images = c.execute(
+        f"SELECT DISTINCT sha256 FROM session_images WHERE session_id IN ({marks})", session_ids
+    ).fetchall()
+    for table in ("turns", "answers", "deliveries", "rewards", "events", "marks", "session_images"):
         c.execute(f"DELETE FROM {table} WHERE session_id IN ({marks})", session_ids)
+    for (sha256,) in images:
+        c.execute(statements.REMOVE_UNUSED_IMAGE, (sha256,))
     gone = c.execute(f"DELETE FROM sessions WHERE session_id IN ({marks})", session_ids)
     return gone.rowcount

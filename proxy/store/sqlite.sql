@@ -52,6 +52,7 @@ CREATE TABLE turns (
     started_at REAL NOT NULL,
     prompt_ids BLOB NOT NULL,
     request BLOB NOT NULL,  -- the messages and tools that the request adds
+    images BLOB,  -- where images are in prompt_ids, as JSON
     UNIQUE (session_id, idx)
 );
 CREATE INDEX forks_by_cause ON turns (fork_cause, started_at) WHERE fork_cause IS NOT NULL;
@@ -145,3 +146,20 @@ CREATE TABLE search_rules (
     query BLOB NOT NULL,
     created_at REAL NOT NULL
 ) WITHOUT ROWID;
+
+-- Each image once, whatever sessions and turns have it.
+CREATE TABLE images (
+    sha256 TEXT PRIMARY KEY,
+    media_type TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    tokens INTEGER NOT NULL,
+    token INTEGER NOT NULL,
+    grid BLOB NOT NULL,
+    data BLOB NOT NULL
+);
+CREATE TABLE session_images (
+    session_id TEXT NOT NULL,
+    sha256 TEXT NOT NULL,
+    PRIMARY KEY (session_id, sha256)
+) WITHOUT ROWID;
+CREATE INDEX sessions_by_image ON session_images (sha256);

@@ -46,7 +46,7 @@ ENDED = (
     " ORDER BY coalesce(completed_at, expires_at) LIMIT ?"
 )
 BEGIN = (
-    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 13)} FROM sessions"
+    f"INSERT INTO turns ({rows.INTENT_COLUMNS}, owner) SELECT {', '.join('?' * 14)} FROM sessions"
     " WHERE session_id = ? AND status = 'open'"
     " ON CONFLICT DO NOTHING"
 )
@@ -68,6 +68,18 @@ CUT = (
     " answer) SELECT session_id, idx, 'cut', x'', x'', x'', x'', x'' FROM turns"
     " WHERE session_id = ? AND idx = ? AND owner = ?"
     " ON CONFLICT DO NOTHING"
+)
+ADD_IMAGE = (
+    f"INSERT INTO images ({rows.IMAGE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+)
+HAS_IMAGE = (
+    "INSERT INTO session_images (session_id, sha256) SELECT session_id, ? FROM sessions"
+    " WHERE session_id = ? ON CONFLICT DO UPDATE SET sha256 = excluded.sha256"
+)
+IMAGE = f"SELECT {rows.IMAGE_COLUMNS} FROM images WHERE sha256 = ?"
+REMOVE_UNUSED_IMAGE = (
+    "DELETE FROM images WHERE sha256 = ?"
+    " AND NOT EXISTS (SELECT 1 FROM session_images s WHERE s.sha256 = images.sha256)"
 )
 IS_TURN = "SELECT 1 FROM turns WHERE session_id = ? AND idx = ?"
 POLICIES = "SELECT name, version, adapter, run FROM policies"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from agent_loop import trajectory as building
 from agent_loop.errors import TrajectoryError
 from agent_loop.records import Segment
 from agent_loop.trajectory import build_segments, flatten
-from proxy.records import Turn, TurnStatus, VersionSpan
+from proxy.records import ImageSpan, Turn, TurnStatus, VersionSpan
+from proxy.records.images import check_images, engine_ids, image_ids
 from tests.agent_loop.recorded import full_path, token_trees, turn
 
 
@@ -200,3 +202,46 @@ def test_segments_are_a_radix_tree_without_chains_or_dead_ends(
         assert count != 1
         assert count > 1 or segment.mask[-1]
         assert not set(segment.turns[segment.mask].tolist()) & untrained
+
+
+def _pictures(*names: str) -> list[ImageSpan]:
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in names]
+    return [ImageSpan(1, 3, 9, digest, digest) for digest in digests]
+
+
+def test_images_stay_at_their_tokens_in_every_path() -> None:
+    """Two forks, each with another image of the same size after the same first one."""
+    first, second, third = _pictures("a", "b", "c")
+    pixels = [image_ids(each.digest, 3).tolist() for each in (first, second, third)]
+    turns = [
+        _with(turn(0, None, 0, [1, *pixels[0], 2], [3]), images=(first,)),
+        _with(turn(1, 0, 6, [4, *pixels[1]], [5]), images=(second,)),
+        _with(turn(2, 0, 6, [4, *pixels[2]], [6]), images=(third,)),
+    ]
+    segments = build_segments(turns)
+    paths = flatten(segments)
+    assert [[each.digest for each in path.images] for path in paths] == [
+        [first.digest, second.digest],
+        [first.digest, third.digest],
+    ]
+    for path in paths:
+        check_images(path.ids, path.images)
+        assert engine_ids(path.ids, path.images).tolist()[:9] == [1, 9, 9, 9, 2, 3, 4, 9, 9]
+
+
+@pytest.mark.parametrize("lost", [(), (0,), (1,)])
+def test_image_that_the_record_lacks_is_an_error(lost: tuple[int, ...]) -> None:
+    first, second = _pictures("a", "b")
+    ids = [1, *image_ids(first.digest, 3).tolist(), *image_ids(second.digest, 3).tolist()]
+    found = [first, replace(second, offset=4)]
+    images = tuple(found[n] for n in lost)
+    with pytest.raises(TrajectoryError, match="image"):
+        build_segments([_with(turn(0, None, 0, ids, [3]), images=images)])
+
+
+def test_fork_within_an_image_is_an_error() -> None:
+    (first,) = _pictures("a")
+    ids = [1, *image_ids(first.digest, 3).tolist()]
+    turns = [_with(turn(0, None, 0, ids, [3]), images=(first,)), turn(1, 0, 2, [4], [5])]
+    with pytest.raises(TrajectoryError, match="cut it"):
+        build_segments(turns)

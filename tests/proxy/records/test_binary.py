@@ -8,6 +8,7 @@ from proxy.records import (
     ALTERNATIVE,
     FinishReason,
     ForkCause,
+    ImageSpan,
     Reward,
     Session,
     SessionKind,
@@ -51,6 +52,7 @@ def turns(draw: st.DrawFn) -> Turn:
         routed_experts=draw(st.none() | experts()),
         alternatives=draw(st.none() | alternatives()),
         request=draw(st.binary(max_size=30)),
+        images=draw(st.sampled_from([(), (ImageSpan(3, 2, 9, "4aeb", "9f86", (1, 2, 4)),)])),
     )
 
 
@@ -72,6 +74,7 @@ def test_record_survives_encoding_and_decoding_bit_for_bit(recorded: list[Turn])
             assert getattr(got, name).shape == getattr(want, name).shape
             assert getattr(got, name).tobytes() == getattr(want, name).tobytes()
             assert getattr(got, name).dtype == getattr(want, name).dtype
+        assert got.images == want.images
         assert (got.versions, got.status, got.fork_cause) == (
             want.versions,
             want.status,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from proxy.records import (
     BranchMode,
     FinishReason,
     ForkCause,
+    ImageSpan,
     Origin,
+    RecordedImage,
     Reward,
     ServedPolicy,
     Session,
@@ -57,6 +60,7 @@ def an_intent(session_id: str = "task/7-a", index: int = 0) -> Turn:
         request_key=b"\x00request".ljust(48, b"\x01"),
         sampling={"temperature": 0.7, "stop": ["a"]},
         dialect="messages",
+        images=(ImageSpan(1, 2, 9, "4aeb", "9f86", (1, 2, 4)),) if index == 1 else (),
         agent_id="sub-1",
         started_at=12.25,
     )
@@ -408,6 +412,56 @@ async def test_deleting_a_session_removes_all_its_data(store: Store) -> None:
     assert await store.get_turns("task/7-a") == []
     assert await store.get_events("task/7-a") == []
     assert (await store.list_sessions(SessionFilter()))[0].rewards == []
+
+
+def an_image(data: bytes = b"\x89PNG pixels") -> RecordedImage:
+    digest = hashlib.sha256(b"pixels of " + data).hexdigest()
+    sha256 = hashlib.sha256(data).hexdigest()
+    return RecordedImage(sha256, "image/png", data, digest, 6, 151655, (1, 4, 6))
+
+
+async def test_image_is_kept_once_until_the_last_session_that_has_it_is_removed(
+    store: Store,
+) -> None:
+    image, other = an_image(), an_image(b"other")
+    for session_id in ("a", "b", "c"):
+        await store.create_session(a_session(session_id))
+    await store.add_images("a", [image, other])
+    await store.add_images("b", [replace(image, media_type="ignored")])
+    await store.add_images("b", [image])
+    assert await store.get_image(image.sha256) == image
+    assert await store.delete_session("a")
+    assert await store.get_image(image.sha256) == image
+    assert await store.get_image(other.sha256) is None
+    await store.set_status("b", SessionStatus.COMPLETED, 1.0)
+    assert await store.remove_ended(2.0, 10) == 1
+    assert await store.get_image(image.sha256) is None
+
+
+async def test_image_of_a_session_that_does_not_exist_is_not_kept(store: Store) -> None:
+    with pytest.raises(SessionError) as error:
+        await store.add_images("nobody", [an_image()])
+    assert error.value.status == 404
+    assert await store.get_image(an_image().sha256) is None
+
+
+async def test_image_that_is_not_what_was_recorded_is_an_error(store: Store) -> None:
+    """Its bytes are what a trainer computes pixels from."""
+    await store.create_session(a_session("a"))
+    damaged = replace(an_image(), data=b"other bytes")
+    await store.add_images("a", [damaged])
+    with pytest.raises(StoreError, match="other bytes"):
+        await store.get_image(damaged.sha256)
+
+
+async def test_images_are_added_while_those_of_other_sessions_are_removed(store: Store) -> None:
+    image, names = an_image(), [f"s{n}" for n in range(12)]
+    for name in names:
+        await store.create_session(a_session(name))
+    await store.add_images(names[0], [image])
+    for before, name in pairwise(names):
+        await asyncio.gather(store.add_images(name, [image]), store.delete_session(before))
+        assert await store.get_image(image.sha256) == image
 
 
 async def test_events_after_the_given_number_are_returned_in_order(store: Store) -> None:
