@@ -17,7 +17,7 @@ import asyncio
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
+from proxy.engines.protocol import Chunk, EngineInfo, PreparedImage, Sampling, Take
 from proxy.records import FinishReason, Ids
 
 
@@ -215,6 +215,9 @@ class View:
         finally:
             self.info.in_flight -= 1
         take(Chunk([1], [-1.0], finish_reason=FinishReason.STOP))
+
+    async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
+        raise NotImplementedError
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -47,6 +47,7 @@ from proxy.routing.router import Router
 from proxy.serving.backend import Backend
 from proxy.serving.endpoints import AgentEndpoints
 from proxy.serving.forwarding import CONFIRMED_PATH
+from proxy.serving.images import Images
 from proxy.serving.incoming import IncomingCalls
 from proxy.serving.ownership import Deliveries, Ownership
 from proxy.serving.provider_tools import ProviderTools
@@ -167,6 +168,7 @@ def _parts(
             ownership,
             deliveries,
             ProviderTools(config.tools, store),
+            Images(store, router, rendering),
             context_tokens=config.max_context_tokens or rendering.tokenizer.max_context_tokens,
             call_timeout_s=config.limits.call_timeout_s,
             on_turn=hooks.on_turn,

@@ -87,6 +87,9 @@ class RenderingConfig(Section):
     of a family of your own, `package.module:FAMILY`."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking`."""
+    images: bool = True
+    """Whether a model that reads images gets those of a request; else, and with a model that reads
+    only text, a short text stands in their place."""
 
 
 class SessionsConfig(RecordedConfig):

@@ -66,6 +66,7 @@ REWRITTEN = (
     ForkCause.COMPACTION,
     ForkCause.TOOLS_CHANGED,
     ForkCause.SYSTEM_CHANGED,
+    ForkCause.IMAGE_CHANGED,
     ForkCause.REASONING_DROPPED,
     ForkCause.UNPROVABLE_BRIDGE,
 )

@@ -17,6 +17,7 @@ import msgspec
 import orjson
 
 from proxy.conversation.json_values import parsed_arguments
+from proxy.records import ImageSpan
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -62,6 +63,9 @@ class Conversation(msgspec.Struct):
     """Text by the agent that the answer begins with and the model continues."""
     raw: str | list[int] | None = None
     """A prompt without messages, as text or ids (Completions)."""
+    images: dict[str, ImageSpan] = {}
+    """By sha256 what is known of the images in the messages (`conversation.images`), without their
+    places."""
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from proxy.conversation.messages import Conversation, Message, ToolCall, load_answer
-from proxy.records import Turn
+from proxy.records import ImageSpan, Turn
 
 
 def dump_same_request(index: int) -> bytes:
@@ -90,10 +90,16 @@ def load_conversation(
             found = [message for part in reversed(parts) for message in part]
             answers = {at: turn for at, (_, turn) in enumerate(found) if turn is not None}
             messages = [message for message, _ in found]
-            return RecordedConversation(Conversation(messages, request.tools), answers)
+            conversation = Conversation(messages, request.tools, images=_images_of(turns))
+            return RecordedConversation(conversation, answers)
         index = request.after
         parts.append([(load_answer(turns[index].answer), index)])
     return None
+
+
+def _images_of(turns: Sequence[Turn] | Mapping[int, Turn]) -> dict[str, ImageSpan]:
+    every = turns.values() if isinstance(turns, Mapping) else turns
+    return {image.sha256: image for turn in every for image in turn.images}
 
 
 def continued_turn(turns: Sequence[Turn], index: int) -> int | None:

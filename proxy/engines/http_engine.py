@@ -28,7 +28,7 @@ import msgspec
 
 from proxy.config import EngineConfig
 from proxy.engines.answer_check import MAX_VERSION
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
+from proxy.engines.protocol import Chunk, EngineInfo, PreparedImage, Sampling, Take
 from proxy.engines.upstream import MAX_EVENT_BYTES, NOT_OFFERED, NotFound, Upstream
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter
 from proxy.records import Alternatives, FinishReason, Ids
@@ -145,7 +145,8 @@ class Received:
         self._upstream = upstream
         self._call = call
         self._take = take
-        self._tokens = 0
+        self.tokens = 0
+        """Number of tokens that it has sent."""
         self._rest: list[bytes] = []
 
     def payloads(self, payloads: list[bytes]) -> None:
@@ -158,7 +159,7 @@ class Received:
                     f"sent more than {MAX_REST} events after its finish reason"
                 )
             return
-        self.take_all(self._decode(said, self._call, self._tokens))
+        self.take_all(self._decode(said, self._call, self.tokens))
         if self.last is not None:
             self.is_complete = True
             if self.time_left is not None:
@@ -167,7 +168,7 @@ class Received:
     def end(self) -> Chunk:
         """The last chunk, for after the response has ended. Raises EngineError if there is none, or
         if there was more after it."""
-        self.take_all(self._decode(self._rest, self._call, self._tokens))
+        self.take_all(self._decode(self._rest, self._call, self.tokens))
         if self.last is None:
             raise self._upstream.fault("ended its stream without a finish reason")
         return self.last
@@ -189,7 +190,7 @@ class Received:
                     "sent tokens or a second finish reason after its finish reason"
                 )
             return
-        self._tokens += len(chunk.ids)
+        self.tokens += len(chunk.ids)
         if chunk.finish_reason is not None:
             self.last = chunk
             return
@@ -269,6 +270,8 @@ class HttpEngine:
         cache_salt: str | None = None,
         stream: bool = True,
     ) -> None:
+        if sampling.images is not None and not self._info.images:
+            raise self._upstream.fault("does not read images, and the prompt has some")
         call = EngineCall(prompt_ids, sampling, request_id, cache_salt, stream, self._info)
         received = Received(self._decode, self._upstream, call, take)
         self._info.in_flight += 1
@@ -301,6 +304,10 @@ class HttpEngine:
 
     async def abort(self, request_id: str) -> None:
         """Does nothing by default: closing the connection ends the call."""
+
+    async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
+        """By default, engines prepare no images."""
+        raise self._upstream.fault("does not read images")
 
     def forget(self, session_id: str) -> None:
         """Does nothing by default: nothing is kept of a session."""

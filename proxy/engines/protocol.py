@@ -6,14 +6,38 @@ the stop token if it sampled one, each with its log-probability.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from proxy.conversation.messages import Conversation
-from proxy.records import Alternatives, FinishReason, Ids, RoutedExperts, VersionSpan
+from proxy.records import Alternatives, FinishReason, Ids, ImageSpan, RoutedExperts, VersionSpan
+
+
+class PreparedImage(msgspec.Struct, frozen=True):
+    """What an engine made of an image.
+
+    Example: PreparedImage("4aeb5f…", 6, 151655, (1, 4, 6), item="gqxwaX…")
+    """
+
+    digest: str
+    tokens: int
+    token: int
+    grid: tuple[int, ...]
+    """These four as in `ImageSpan`."""
+    item: str
+    """The engine's own form of pixels and all else that the model gets, in base64."""
+
+
+class PromptImages(msgspec.Struct, frozen=True):
+    """The images of a prompt."""
+
+    spans: tuple[ImageSpan, ...]
+    """With offsets in the prompt."""
+    item: Callable[[ImageSpan], Awaitable[str]]
+    """Returns `PreparedImage.item` of an image. Raises EngineError and StoreError."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -58,6 +82,9 @@ class Sampling(msgspec.Struct, frozen=True):
     """Index in the prompt of the first token whose routed experts are wanted; None: none are."""
     conversation: Conversation | None = None
     """What the prompt says, for engines that take messages instead of ids (`chat`)."""
+    images: PromptImages | None = None
+    """The images of the prompt, whose ids are below 0 there; None: it has none. Only engines whose
+    `EngineInfo.images` is True get such calls."""
 
 
 class Chunk(msgspec.Struct):
@@ -97,6 +124,8 @@ class EngineInfo:
     """Number of tokens that the KV cache holds; None if the engine does not report it."""
     adapters: bool = False
     """Samples with a LoRA adapter if a call names one."""
+    images: bool = False
+    """Prepares images, and samples with them."""
     text_only: bool = False
     """Does not report token ids; its answers are never trained."""
     details: dict[str, Any] = field(default_factory=dict)
@@ -134,6 +163,15 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None: ...
+
+    async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
+        """Prepares an image, if `EngineInfo.images` is True.
+
+        Raises:
+            EngineError: the replica failed.
+            EngineRefusal: the image cannot be read.
+        """
+        ...
 
     def forget(self, session_id: str) -> None:
         """Frees what the engine keeps of a session that has ended."""

@@ -10,7 +10,8 @@ runs with `--logprobs-mode processed_logprobs`); a missing one is an error. The 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -35,19 +36,30 @@ from proxy.engines.http_engine import (
     recorded,
     weight_version,
 )
+from proxy.engines.images import (
+    PROBE,
+    RENDER,
+    check_echo,
+    features,
+    read_prepared,
+    render_request,
+)
 from proxy.engines.missing_logprob import MISSING_LOGPROB
 from proxy.engines.prompt_json import PromptJson
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling
+from proxy.engines.protocol import Chunk, EngineInfo, PreparedImage, PromptImages, Sampling
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm_metrics import METRICS, cache_tokens, load_details
 from proxy.engines.vocabulary import KnownWords
-from proxy.errors import EngineError, EngineRefusal
+from proxy.errors import EngineError, EngineRefusal, UnreachableEngine
 from proxy.extra_registry import BINARY_ROUTE_CLIENT
 from proxy.records import Ids, RoutedExperts, VersionSpan
 from proxy.records.alternatives import MAX_ALTERNATIVES
+from proxy.records.images import engine_ids
 from proxy.records.routed_experts import load, load_text
 from proxy.rendering.rendering import Rendering
 from proxy.settings.plugins import load_plugin
+
+_log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -100,6 +112,8 @@ class _Choice(Choice, Generic[T], gc=False):
 
 class _Answer(Answer, Generic[T], gc=False):
     choices: list[_Choice[T]] = msgspec.field(default_factory=list)
+    mm_placeholders: dict[str, Any] | None = None
+    """Where the engine has images, in its first event or its whole answer."""
 
 
 _DECODER = msgspec.json.Decoder(_Answer[_Token])
@@ -150,9 +164,22 @@ class BinaryRoute(Protocol):
 class VllmEngine(HttpEngine):
     """Posts by the binary route where the server has it."""
 
-    def __init__(self, url: str, *, words: KnownWords | None = None, **more: Any) -> None:
-        """`words`: of the proxy's model; without them, the engine's vocabulary is not checked."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        words: KnownWords | None = None,
+        image_token: int | None = None,
+        **more: Any,
+    ) -> None:
+        """`words`: of the proxy's model; without them, the engine's vocabulary is not checked.
+        `image_token`: the model's id for a part of an image; None: it gets no images."""
         self._words = words
+        self._image_token = image_token
+        self._reads_images: bool | None = None
+        """Whether the engine prepares images; None: not known since it has last failed."""
+        self._had = set[str]()
+        """The digests of images that the engine has had."""
         self._prompts = PromptJson()
         self._post_json = posting(GENERATE, partial(encode, self._prompts))
         super().__init__(url, post=self._post_by_either_route, decode=decode, **more)
@@ -166,11 +193,14 @@ class VllmEngine(HttpEngine):
 
     @classmethod
     def from_config(cls, config: EngineConfig, rendering: Rendering) -> Self:
-        return cls(words=KnownWords.of(rendering.tokenizer), **connection(config))
+        words, token = KnownWords.of(rendering.tokenizer), rendering.image_token
+        return cls(words=words, image_token=token, **connection(config))
 
     async def _post_by_either_route(
         self, upstream: Upstream, call: EngineCall, received: Received
     ) -> None:
+        if call.sampling.images is not None:
+            return await self._post_images(upstream, call, received, call.sampling.images)
         frames = await self._open_frames(call)
         if frames is None:
             return await self._post_json(upstream, call, received)
@@ -180,6 +210,48 @@ class VllmEngine(HttpEngine):
             received.take_all(decode_frame(call, *sampled))
 
         await frames.sample(call.prompt_ids, request(call), take)
+
+    async def _post_images(
+        self, upstream: Upstream, call: EngineCall, received: Received, images: PromptImages
+    ) -> None:
+        """Images that the engine has had are not sent again, unless it turns out that it lacks one:
+        after its restart, or because its cache was full."""
+        spans = images.spans
+        for had in (frozenset(self._had), frozenset[str]()):
+            items = [None if s.digest in had else await images.item(s) for s in spans]
+            post = posting(GENERATE, partial(encode, self._prompts, items=items))
+            try:
+                await post(upstream, call, received)
+            except EngineError:
+                if received.tokens or all(items):
+                    raise
+            else:
+                self._had.update(span.digest for span in spans)
+                return
+
+    async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
+        token = self._image_token
+        if token is None:
+            return await super().prepare(data, media_type)
+        body = orjson.dumps(render_request(self._info.model, data, media_type))
+        return read_prepared(
+            await self._upstream.post(RENDER, body, timeout_s=CONTROL_TIMEOUT_S), token
+        )
+
+    async def _learn_images(self) -> None:
+        """An engine without the model's tower, or without torchvision, prepares none."""
+        if self._image_token is None or self._reads_images is not None:
+            return
+        try:
+            await self.prepare(PROBE, "image/png")
+        except UnreachableEngine:
+            return
+        except (EngineError, EngineRefusal) as error:
+            _log.warning("engine %s gets images as text: %s", self._info.name, error.message)
+            self._reads_images = False
+        else:
+            self._reads_images = True
+        self._info.images = self._reads_images
 
     async def _open_frames(self, call: EngineCall) -> BinaryRoute | None:
         """The binary route, connected; None if the call is to go by the other one."""
@@ -204,6 +276,8 @@ class VllmEngine(HttpEngine):
             await super().check()
         except EngineError:
             self._has_frames, self._is_vocabulary_known = None, False
+            self._reads_images = None
+            self._had.clear()
             raise
 
     async def close(self) -> None:
@@ -215,6 +289,7 @@ class VllmEngine(HttpEngine):
         read, self._metrics_read = self._metrics_read, False  # a check that fails reads them again
         await super()._learn()
         await self._check_vocabulary()
+        await self._learn_images()
         self._metrics_read = read or await self._read_metrics()
         await self._learn_version("/weight_info")
         if self._has_frames is None and self._frames is not None:
@@ -263,10 +338,16 @@ def _binary_route(upstream: Upstream) -> BinaryRoute | None:
     return made
 
 
-def encode(prompts: PromptJson, call: EngineCall) -> bytes:
-    """The body of a request of the JSON route."""
-    ids = prompts.dump(call.prompt_ids, call.request_id.rpartition("#")[0])
-    return b'{"token_ids":%b,%b' % (ids, orjson.dumps(request(call))[1:])
+def encode(prompts: PromptJson, call: EngineCall, items: Sequence[str | None] = ()) -> bytes:
+    """The body of a request of the JSON route. `items`: those of the images (`images.features`)."""
+    fields, images = request(call), call.sampling.images
+    spans = images.spans if images is not None else ()
+    if images is not None:
+        fields["features"] = features(images.spans, items)
+        fields["return_token_ids"] = True
+    prompt = engine_ids(call.prompt_ids, spans)
+    ids = prompts.dump(prompt, call.request_id.rpartition("#")[0])
+    return b'{"token_ids":%b,%b' % (ids, orjson.dumps(fields)[1:])
 
 
 def request(call: EngineCall) -> dict[str, Any]:
@@ -291,6 +372,8 @@ def decode(payloads: list[bytes], call: EngineCall, given: int) -> Iterator[Chun
     failure: Exception | None = None
     try:
         for answer in answers(payloads, decoder):
+            if not given and not choices and call.sampling.images is not None:
+                check_echo(call.sampling.images.spans, answer.mm_placeholders)
             choices += answer.choices
     except (UnusableAnswer, ReportedFailure) as error:
         failure = error

@@ -121,6 +121,8 @@ class ForkCause(StrEnum):
     text blocks that were split or joined."""
     TOOLS_CHANGED = "tools_changed"
     """The agent's tools differ from those of the recorded request."""
+    IMAGE_CHANGED = "image_changed"
+    """A recorded message came back with another image: one that was encoded again, or resized."""
     SYSTEM_CHANGED = "system_changed"
     """The leading system messages differ from those of the recorded request."""
     REASONING_DROPPED = "reasoning_dropped"
@@ -213,10 +215,9 @@ class ImageSpan(msgspec.Struct, frozen=True):
 
 
 class RecordedImage(msgspec.Struct, frozen=True):
-    """An image that an agent sent, which the store has once, and what the model's processor makes
-    of it.
+    """An image that an agent sent, which the store has once.
 
-    Example: RecordedImage("9f86d0…", "image/png", b"\\x89PNG…", "4aeb5f…", 6, 151655, (1, 4, 6))
+    Example: RecordedImage("9f86d0…", "image/png", b"\\x89PNG…")
     """
 
     sha256: str
@@ -225,14 +226,6 @@ class RecordedImage(msgspec.Struct, frozen=True):
     """What `data` is, whatever the request says."""
     data: bytes
     """As the agent sent it."""
-    digest: str
-    tokens: int
-    token: int
-    grid: tuple[int, ...] = ()
-    """These four as in `ImageSpan`."""
-
-    def at(self, offset: int) -> ImageSpan:
-        return ImageSpan(offset, self.tokens, self.token, self.digest, self.sha256, self.grid)
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -67,6 +67,24 @@ def check_images(ids: Ids, images: Sequence[ImageSpan]) -> None:
         )
 
 
+def found_images(ids: Ids, known: Iterable[ImageSpan]) -> tuple[ImageSpan, ...]:
+    """The images in `ids`, each of which is one of `known`.
+
+    Raises ImageError: ids below 0 are not those of whole images.
+    """
+    by_first = {int(image_ids(each.digest, each.tokens)[0]): each for each in known}
+    places = np.flatnonzero(ids < 0).tolist()
+    found, at = [], 0
+    while at < len(places):
+        image = by_first.get(int(ids[places[at]]))
+        if image is None:
+            raise ImageError(f"the id at {places[at]} of {len(ids)} is of an image that is unknown")
+        found.append(structs.replace(image, offset=places[at]))
+        at += image.tokens
+    check_images(ids, found)
+    return tuple(found)
+
+
 def moved(images: Iterable[ImageSpan], by: int) -> tuple[ImageSpan, ...]:
     """The images of ids that begin `by` tokens later."""
     return tuple(structs.replace(each, offset=each.offset + by) for each in images)

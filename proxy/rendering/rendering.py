@@ -7,34 +7,39 @@ id by id. Otherwise they return None, and the turn forks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 from msgspec import structs
-from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
+from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
 
 from proxy.config import RenderingConfig
+from proxy.conversation.images import MARK, mark, named, parts, replaced
 from proxy.conversation.json_values import is_deeper, parsed_arguments
 from proxy.conversation.messages import Conversation, Message, ToolCall, own_call_id
 from proxy.errors import RequestError
-from proxy.records import Ids
+from proxy.records import Ids, ImageSpan
+from proxy.records.images import image_ids
 from proxy.rendering.answer_format import AnswerFormats
 from proxy.rendering.calls import begins_call, joined_blocks, read_call
-from proxy.rendering.control_text import ControlText
+from proxy.rendering.control_text import MUTE, ControlText
 from proxy.rendering.markers import find_markers
 from proxy.rendering.openings import call_after, call_opening, text_opening
 from proxy.rendering.selection import TEMPLATE, choose_renderer
 from proxy.rendering.system_messages import system_first, wants_system_first
 from proxy.rendering.tagged_calls import CallTags, tagged_calls
-from proxy.rendering.tokenizer import StandIns, Tokenizer
+from proxy.rendering.tokenizer import IMAGE, StandIns, Tokenizer
 
 CONTEXT_TOKENS = 1024
 """Number of tokens at the prompt's end that a bridge gets. It needs the opening of the last turn,
 not the history, so joining a turn costs the same at 1k and at 128k tokens."""
 
+NO_IMAGES: Mapping[str, ImageSpan] = MappingProxyType({})
 MAX_OPENINGS = 256
 """Number of call openings that are cached; computing one takes several renderings."""
 MAX_CALL_DEPTH = 900
@@ -80,9 +85,16 @@ class Rendering:
         self._stand_ins = tokenizer.stand_ins if self.family.takes_stand_ins else StandIns()
         self._forgetting: list[int] = tokenizer.convert_tokens_to_ids(list(self.family.forgetting))
         self._openings: dict[str | None, Ids] = {}
+        self._image_pad: int | None = None
+        """The id that the checkpoint's own template writes once for each image."""
+        self._muted_image = ("", "")
+        """The word of that id, and the same as text."""
         self._formats = AnswerFormats(self)
         self._system_first = False
         self._system_first = wants_system_first(self._render)
+        token = tokenizer.image_token_id if config.images else None
+        self.image_token = token if token is not None and self._renders_images(token) else None
+        """The id that the engine gets for each token of an image; None: images are not rendered."""
 
     @property
     def name(self) -> str:
@@ -92,8 +104,9 @@ class Rendering:
     def full(self, conversation: Conversation) -> Ids:
         """The whole prompt, up to the beginning of the answer. Raises RequestError."""
         with self._stand_ins as stand_ins:
-            ids = self._render(conversation.messages, conversation.tools, generate=True)
-            return np.array(stand_ins.expand(ids), np.int32)
+            messages, images = conversation.messages, conversation.images
+            ids = self._render(messages, conversation.tools, generate=True, images=images)
+            return np.array(stand_ins.expand(ids, self._image_ids(ids, messages, images)), np.int32)
 
     def bridge(
         self,
@@ -102,12 +115,13 @@ class Rendering:
         new: Sequence[Message],
         tools: list[dict[str, Any]],
         calls: Sequence[ToolCall],
+        images: Mapping[str, ImageSpan] = NO_IMAGES,
     ) -> Ids | None:
         """The ids that `new` messages add after `…prompt_end + sampled`, or None.
 
         `calls` are the tool calls of the answer, for templates that write the tool's name into a
         tool result. If the answer was truncated, the result begins with the end-of-turn token that
-        was not sampled.
+        was not sampled. `images` as in `Conversation`. Raises RequestError for one that is unknown.
         """
         head = self._answer_opening(prompt_end)
         tail = sampled.tolist()
@@ -116,14 +130,16 @@ class Rendering:
             try:
                 if self._system_first:
                     new = system_first(new, from_the_start=False)
+                entries = self._to_template(new, calls, images)
                 bridged = self._renderer.bridge_to_next_turn(
-                    head, tail, self._to_template(new, calls), tools=tools or None
+                    head, tail, entries, tools=tools or None
                 )
             except _REFUSED:
                 return None
             if bridged is None or bridged.token_ids[: len(known)] != known:
                 return None
-            return np.array(stand_ins.expand(bridged.token_ids[len(known) :]), np.int32)
+            added = bridged.token_ids[len(known) :]
+            return np.array(stand_ins.expand(added, self._image_ids(added, new, images)), np.int32)
 
     def suffix_after(self, conversation: Conversation, answered: int, last_id: int) -> Ids | None:
         """The ids that follow a recorded path ending with message `answered`, or None.
@@ -138,15 +154,16 @@ class Rendering:
         to there, and must begin with the rendering of the messages before the answer. The ids
         after the answer's end are then the ids that were added.
         """
-        messages, tools = conversation.messages, conversation.tools
+        messages, tools, images = conversation.messages, conversation.tools, conversation.images
         if answered + 1 >= len(messages):
             return None
         known, following = messages[: answered + 1], messages[answered + 1]
         try:
-            whole = self._render(messages, tools, generate=True)
-            asked = self._render(known[:-1], tools, generate=False) if answered else []
+            render = partial(self._render, tools=tools, images=images)
+            whole = render(messages, generate=True)
+            asked = render(known[:-1], generate=False) if answered else []
             one, other = (
-                self._render([*known, structs.replace(following, text=text)], tools, generate=False)
+                render([*known, structs.replace(following, text=text)], generate=False)
                 for text in _OTHER_TEXTS
             )
         except RequestError:
@@ -158,7 +175,9 @@ class Rendering:
         if whole[: len(asked)] != asked:
             return None
         start = close + 1 if last_id in self.closes else close
-        return np.array(whole[start:], np.int32)
+        added = whole[start:]
+        ids = self._image_ids(added, messages[answered + 1 :], images)
+        return np.array(self._stand_ins.expand(added, ids), np.int32)
 
     def opening(self, forced: str | None) -> Ids:
         """The ids that begin a call of the tool `forced`, or of any tool if it is None.
@@ -325,7 +344,7 @@ class Rendering:
         if self.name == TEMPLATE:
             return 0
         return sum(
-            self.tokenizer.least_tokens(message.text.strip())
+            self.tokenizer.least_tokens(replaced(message.text, _no_text).strip())
             for message in conversation.messages[since:]
             if message.role in ("user", "tool")
         )
@@ -338,18 +357,63 @@ class Rendering:
         return sum(control.muted(m.text)[1] for m in messages if m.role in _OUTSIDERS)
 
     def _to_template(
-        self, messages: Sequence[Message], open_calls: Sequence[ToolCall] = ()
+        self,
+        messages: Sequence[Message],
+        open_calls: Sequence[ToolCall] = (),
+        images: Mapping[str, ImageSpan] = NO_IMAGES,
     ) -> list[dict[str, Any]]:
-        """Messages in the form that chat templates take, with control tokens muted."""
+        """Messages in the form that chat templates take, with control tokens muted. Raises
+        RequestError: an image is not among `images`."""
         entries = _to_template(messages, open_calls)
         control = self.tokenizer.control
-        if control is None or self.family.encodes_text_plainly:
-            return entries
+        if control is not None and not self.family.encodes_text_plainly:
+            for entry in entries:
+                if entry["role"] in _OUTSIDERS:
+                    entry["content"], spelled = control.muted(entry["content"])
+                    self.muted_tokens += spelled
         for entry in entries:
-            if entry["role"] in _OUTSIDERS:
-                entry["content"], spelled = control.muted(entry["content"])
-                self.muted_tokens += spelled
+            if MARK in entry["content"]:
+                entry["content"] = _with_images(entry["content"], images)
+            elif images and self._image_pad is not None and entry["role"] not in _OUTSIDERS:
+                entry["content"] = entry["content"].replace(*self._muted_image)
         return entries
+
+    def _image_ids(
+        self, ids: Sequence[int], messages: Sequence[Message], images: Mapping[str, ImageSpan]
+    ) -> list[Ids]:
+        """The ids of the images in `ids`, which `messages` were rendered to. Raises
+        RequestError."""
+        if not images:
+            return []
+        found = [images[sha256] for sha256 in named(messages)]
+        places = ids.count(IMAGE)
+        if places != len(found):
+            raise RequestError(
+                f"messages: the model's chat template has places for {places} of the {len(found)} "
+                "images",
+                param="messages",
+            )
+        return [image_ids(image.digest, image.tokens) for image in found]
+
+    def _renders_images(self, token: int) -> bool:
+        """Whether each image of a user and of a tool gets one place in the ids. Makes the renderer
+        emit `IMAGE` there, which no text can spell."""
+        if not _emit_places(self._renderer):
+            word = self.tokenizer.fast.id_to_token(token) or ""
+            self._image_pad, self._muted_image = token, (word, word[:1] + MUTE + word[1:])
+        probe = ImageSpan(0, 1, token, "00" * 32, "00" * 32)
+        shown, call = mark(probe.sha256), ToolCall("call_0", "look", "{}")
+        asked = Message("user", f"What is this? {shown}")
+        made = Message("assistant", tool_calls=[call])
+        result = Message("tool", f"{shown} and {shown}", tool_call_id="call_0")
+        for messages, count in (([asked], 1), ([asked, made, result], 3)):
+            try:
+                ids = self._render(messages, [], generate=True, images={probe.sha256: probe})
+            except RequestError:
+                return False
+            if ids.count(IMAGE) != count or token in ids:
+                return False
+        return True
 
     def before_stop(self, sampled: list[int]) -> list[int]:
         end = next((i for i, token in enumerate(sampled) if token in self.closes), len(sampled))
@@ -382,19 +446,27 @@ class Rendering:
         return end
 
     def _render(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]], *, generate: bool
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]],
+        *,
+        generate: bool,
+        images: Mapping[str, ImageSpan] = NO_IMAGES,
     ) -> list[int]:
         if self._system_first:
             messages = system_first(messages, from_the_start=True)
+        entries = self._to_template(messages, images=images)
         try:
             ids: list[int] = self._renderer.render_ids(
-                self._to_template(messages), tools=tools or None, add_generation_prompt=generate
+                entries, tools=tools or None, add_generation_prompt=generate
             )
         except _REFUSED as error:
             raise RequestError(
                 f"messages: this conversation cannot be rendered for the model: {error}",
                 param="messages",
             ) from error
+        if images and self._image_pad is not None:
+            ids = [IMAGE if token == self._image_pad else token for token in ids]
         return ids
 
     def _items(
@@ -466,6 +538,39 @@ class Rendering:
         start, end = attempt.token_span
         text: str = self.tokenizer.decode(self.before_stop(sampled)[start:end])
         return text
+
+
+def _with_images(text: str, images: Mapping[str, ImageSpan]) -> list[dict[str, Any]]:
+    """The text as the parts that chat templates take. Raises RequestError."""
+    content: list[dict[str, Any]] = []
+    for before, sha256 in parts(text):
+        if before:
+            content.append({"type": "text", "text": before})
+        if sha256 and sha256 not in images:
+            raise RequestError(
+                f"messages: the image {sha256} is not in this session's record; send it again",
+                param="messages",
+            )
+        if sha256:
+            content.append({"type": "image"})
+    return content
+
+
+def _emit_places(renderer: Renderer) -> bool:
+    """Makes a renderer of images emit `IMAGE` once for each; False if it does not know images."""
+    names = ("_image_pad", "_process_image")
+    if not all(hasattr(renderer, name) for name in names):
+        return False
+    if getattr(getattr(renderer, "config", None), "add_vision_id", False):
+        return False  # it numbers images, which it cannot in a turn that is appended
+    grid = {"pixel_values": None, "image_grid_thw": None}
+    renderer._image_pad = IMAGE
+    renderer._process_image = lambda part: (None, grid, 1, "")
+    return True
+
+
+def _no_text(sha256: str) -> str:
+    return ""
 
 
 def _as_call(read: ParsedResponse) -> ParsedResponse:

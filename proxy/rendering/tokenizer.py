@@ -10,6 +10,7 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import pack
@@ -19,6 +20,7 @@ import orjson
 from tokenizers import Tokenizer as FastTokenizer
 
 from proxy.errors import ConfigurationError
+from proxy.records import Ids
 from proxy.rendering.byte_pairs import BytePairs, faster
 from proxy.rendering.chat_template import ChatTemplate
 from proxy.rendering.control_text import MUTE, ControlText
@@ -28,6 +30,8 @@ BATCH_MIN_CHARS = 4096
 REMEMBERED_BYTES = 8 * 2**20
 STAND_IN_CHARS = 256
 """Longer texts are messages; of headers and markers, which are shorter, renderers read the ids."""
+IMAGE = -(2**31)
+"""What renderers emit for an image, instead of a token."""
 ENTRY_BYTES = 256
 """What an entry costs besides its text and its ids."""
 
@@ -94,13 +98,16 @@ class StandIns(threading.local):
         self._texts.append(ids)
         return -len(self._texts)
 
-    def expand(self, ids: list[int]) -> array[int]:
-        out = array("i")
+    def expand(self, ids: list[int], images: Iterable[Ids] = ()) -> array[int]:
+        """The ids with those of texts and of `images`, which are in the places of `IMAGE`."""
+        out, rest = array("i"), iter(images)
         for token in ids:
-            if token < 0:
-                out.extend(self._texts[-token - 1])
-            else:
+            if token >= 0:
                 out.append(token)
+            elif token == IMAGE:
+                out.frombytes(next(rest).tobytes())
+            else:
+                out.extend(self._texts[-token - 1])
         return out
 
 
@@ -122,6 +129,9 @@ class Tokenizer:
     vocab_size: int = 2**31
     """Every id that the model can sample is less than this: the number of rows of the embedding in
     config.json, including padding, and at least the tokenizer's own ids."""
+    image_token_id: int | None = None
+    """The id that stands for a part of an image, according to config.json; None: the model reads
+    only text."""
     template: ChatTemplate | None = None
     """The template of `apply_chat_template`; set if the template itself is used for rendering."""
     pairs: BytePairs | None = None
@@ -229,6 +239,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         chat_template=_chat_template(folder, config),
         special_tokens=special,
         max_context_tokens=model.get("max_position_embeddings"),
+        image_token_id=model.get("image_token_id"),
         vocab_size=_vocab_size(fast, model),
         pairs=faster(fast),
     )

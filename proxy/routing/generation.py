@@ -97,6 +97,10 @@ class Replicas(Protocol):
         """Which calls are suspected of having taken an engine down."""
         ...
 
+    def without_images(self) -> Set[Engine]:
+        """The replicas that sample no prompts with images."""
+        ...
+
     def closed_to(self, suspicion: Suspicion) -> Set[Engine]:
         """The replicas that are reserved for other calls which are suspected."""
         ...
@@ -305,10 +309,12 @@ class Generation:
                     self._deadline += paused_s
             served, engine = self._replicas.policies.current(self._sampling.policy), None
             closed = self._replicas.closed_to(suspicion)
+            has_images = self._sampling.images is not None
+            blind = self._replicas.without_images() if has_images else frozenset[Engine]()
             if served is not None:
                 engine = self._replicas.choose(
                     self._session_id,
-                    self._tried | self._unusable | closed,
+                    self._tried | self._unusable | closed | blind,
                     trained=self._sampling.trained,
                     adapted=served is not BASE,
                     only_healthy=bool(self._breaks or closed),

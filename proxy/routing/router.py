@@ -127,6 +127,20 @@ class Router:
         return min(known, default=None)
 
     @property
+    def reads_images(self) -> bool:
+        """Whether any replica prepares images."""
+        return any(info.images for info in self.infos)
+
+    def image_readers(self) -> list[Engine]:
+        """The replicas that prepare images, the healthy and least loaded ones first."""
+        readers = [engine for engine in self._engines.values() if engine.info.images]
+        return sorted(readers, key=lambda e: (not e.info.healthy, e.info.in_flight))
+
+    def without_images(self) -> Set[Engine]:
+        """Implements `Replicas`."""
+        return {engine for engine in self._engines.values() if not engine.info.images}
+
+    @property
     def paused(self) -> bool:
         return not self._running.is_set()
 

@@ -35,6 +35,7 @@ from proxy.records import (
     logprobs_of,
 )
 from proxy.records.alternatives import CollectedAlternatives
+from proxy.records.images import engine_ids
 from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, send_calls
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import CONTEXT_TOKENS, Rendering
@@ -145,6 +146,7 @@ class LiveAnswer:
         self._choice = choice
         self._continued = continued
         self._prompt = placement.prompt
+        self._images = placement.images
         self._sampling = resolve(
             live.session,
             asked.request.options,
@@ -162,6 +164,9 @@ class LiveAnswer:
             answered = sum(node.status is not TurnStatus.CUT for node in same)
             seed = seed_of_call(int(session_seed), placement.prompt, answered, choice)
             self._sampling = structs.replace(self._sampling, seed=seed)
+        images = backend.images.of_prompt(placement.images)
+        if images is not None:
+            self._sampling = structs.replace(self._sampling, images=images)
         self.intent = Turn(
             session_id=live.session.session_id,
             index=len(live.tree),
@@ -175,6 +180,7 @@ class LiveAnswer:
             agent_id=asked.caller.agent_id,
             started_at=time.time(),
             request=live.tree.new_messages(asked.request.conversation, asked.keys),
+            images=placement.own_images,
         )
         self._given = None if live.branch is None else live.branch.given_answer(self.intent.index)
         """The text of an answer that is not sampled."""
@@ -282,7 +288,7 @@ class LiveAnswer:
             stop_string=self._parser.stop_string,
             tokens=self._tokens,
             turn=turn.index,
-            prompt_ids=self._prompt,
+            prompt_ids=engine_ids(self._prompt, self._images),
             sampled_ids=turn.sampled_ids,
         )
         if not cut and (visible or tokens):

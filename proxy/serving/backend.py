@@ -9,6 +9,7 @@ from proxy.metrics import Metrics
 from proxy.records import Turn
 from proxy.rendering.rendering import Rendering
 from proxy.routing.router import Router
+from proxy.serving.images import Images
 from proxy.serving.ownership import Deliveries, Ownership
 from proxy.serving.provider_tools import ProviderTools
 from proxy.store.protocol import Store
@@ -25,6 +26,7 @@ class Backend:
     ownership: Ownership
     deliveries: Deliveries
     provider_tools: ProviderTools
+    images: Images
     context_tokens: int | None
     """The configured limit on prompt and answer together, besides the engines' own."""
     call_timeout_s: float

@@ -35,7 +35,8 @@ interrupts):
                  3  deserted calls of equal requests, until they are settled
                  4  a replay: its turns from the store; or
                     [w] each rejected turn becomes SUPERSEDED, in the store before in the tree
-                 5  for each answer: rendering, in a thread if it is long
+                 5  for each answer: rendering, in a thread if it is long; [w] images that the
+                    session has not had yet
                  6  [w] its intent, in the store before in the tree
                  7  [w] events about its request
     SAMPLING     8  room in an engine's cache, then the engine, for all answers at once
@@ -62,6 +63,7 @@ from msgspec import structs
 from proxy.conversation import ConversationKey, Key
 from proxy.errors import EngineError, ProxyError, QuotaReached, StoreError
 from proxy.records import ForkCause, Turn, TurnStatus
+from proxy.records.images import engine_ids
 from proxy.rendering.deltas import ResultDelta
 from proxy.serving.answer import AnswerStream, LiveAnswer, replayed_answer, sample_all
 from proxy.serving.asked import Asked
@@ -335,10 +337,12 @@ class LiveCall:
             await self.live.record(self.backend.store, "provider_tools", index=index, calls=calls)
 
     def _sent_again(self, choice: int, turn: Turn, *, continues: bool = False) -> Outcome:
-        prompt = self.live.tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
+        tree = self.live.tree
+        prompt = tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids)
         rendering = self.backend.rendering
         piece, outcome = replayed_answer(
-            turn, prompt, self.asked, rendering, choice, only_calls=continues
+            *(turn, engine_ids(prompt, tree.prompt_images(turn)), self.asked, rendering, choice),
+            only_calls=continues,
         )
         self.stream.push(piece)
         return outcome
@@ -381,6 +385,7 @@ class LiveCall:
             if self._diverged and follows is None:
                 placement = structs.replace(placement, cause=ForkCause.DIVERGED)
         answer = LiveAnswer(backend, live, self.stream, asked, choice, placement, said)
+        await self._record_images(answer.intent)
         await self._record_intent(answer.intent, asked.request_key)
         if asked.tidied or asked.request.notes:
             with self._uninterrupted(), suppress(StoreError):
@@ -414,6 +419,18 @@ class LiveCall:
         if tokens:
             self.backend.metrics.spelled(tokens)
             self.live.publish("control_tokens", index=len(self.live.tree), tokens=tokens)
+
+    async def _record_images(self, turn: Turn) -> None:
+        """Stores what the turn is the first one to name, before its intent."""
+        live, sent = self.live, self.asked.request.images
+        named = {image.sha256 for image in turn.images}
+        if named <= live.images:
+            return
+        assert sent is not None  # the images of a turn are those of its request
+        with self._uninterrupted():
+            session_id, images = live.session.session_id, self.backend.images
+            await images.record(session_id, sorted(named - live.images), sent)
+            live.images |= named
 
     async def _record_intent(self, turn: Turn, key: Key) -> None:
         """If it fails in any other way than these two, the intent may have been recorded."""

@@ -211,7 +211,11 @@ class AgentEndpoints:
         exchange.body = exchange.body or await receive_body(exchange.request, exchange.held)
         body = Body(exchange.body)
         headers, backends = exchange.request.headers, self._calls.backends
-        parse = partial(parse_call, exchange.dialect, body, headers, live.profile, backends)
+        parse = partial(
+            parse_call,
+            *(exchange.dialect, body, headers, live.profile, backends),
+            reads_images=self._calls.reads_images,
+        )
         call = await asyncio.to_thread(parse) if body.is_large else parse()
         if call.unknown:
             await self._report_unknown(exchange, live, call.unknown)
@@ -234,7 +238,7 @@ class AgentEndpoints:
     async def _count(self, exchange: Exchange, live: LiveSession) -> web.StreamResponse:
         """Counts the tokens of a prompt; nothing is sampled or recorded."""
         call = await self._parse(exchange, live)
-        tokens = await self._calls.count_tokens(live, call.conversation)
+        tokens = await self._calls.count_tokens(live, call)
         if isinstance(exchange.dialect, GeminiDialect):
             return _json(exchange.dialect.counted(tokens))
         return _json({"input_tokens": tokens})

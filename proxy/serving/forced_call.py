@@ -48,7 +48,8 @@ def place_call(
     )
     parent = tree.owner(node.index, shared)
     prompt = tree.prompt(parent, shared, opening[kept:])
-    return continued, Placement(parent, shared, opening[kept:], prompt, ForkCause.CALL_REQUIRED)
+    images, cause = tree.images(parent, shared), ForkCause.CALL_REQUIRED
+    return continued, Placement(parent, shared, opening[kept:], prompt, cause, images)
 
 
 def calls_after(turn: int, asked: Asked, tree: TokenTree) -> list[Node]:

@@ -60,6 +60,11 @@ class IncomingCalls:
         """The tools of a provider that the proxy runs."""
         return self._backend.provider_tools.offered
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the images of requests are taken as such."""
+        return self._backend.images.are_read
+
     async def open(self, live: LiveSession, request: Call, caller: Caller) -> LiveCall:
         """Returns the running call that answers the request. The caller must watch it at once.
 
@@ -78,6 +83,7 @@ class IncomingCalls:
         if request.searched:
             tools, session_id = self._backend.provider_tools, live.session.session_id
             await tools.fill(session_id, live.searches, request)
+        await self._learn_images(live, request)
         conversation, large = request.conversation, request.is_large
         tidied = live.returned.recover(conversation)
         recognised = await self._recognised(live, conversation, large=large)
@@ -122,8 +128,16 @@ class IncomingCalls:
         if self._latest.get(key) is call:
             del self._latest[key]
 
-    async def count_tokens(self, live: LiveSession, conversation: Conversation) -> int:
-        """Number of tokens of a prompt. Raises RequestError."""
+    async def _learn_images(self, live: LiveSession, request: Call) -> None:
+        """Raises EngineError."""
+        if request.images is not None:
+            images, conversation = self._backend.images, request.conversation
+            request.notes += await images.learn(conversation, request.images, live.tree)
+
+    async def count_tokens(self, live: LiveSession, request: Call) -> int:
+        """Number of tokens of a prompt. Raises RequestError and EngineError."""
+        await self._learn_images(live, request)
+        conversation = request.conversation
         await self._recognised(live, conversation, large=True)
         live.returned.recover(conversation)
         if conversation.messages:

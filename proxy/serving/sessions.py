@@ -127,6 +127,8 @@ class LiveSession:
     users: int = 0
     """Number of HTTP requests that were authorised and not answered yet."""
     refusals: int = 0
+    images: set[str] = field(default_factory=set)
+    """The sha256 of images that this process has stored for the session."""
     unknown_fields: set[str] = field(default_factory=set)
     """Unknown fields of its requests that are recorded as events."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)

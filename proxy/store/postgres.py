@@ -173,7 +173,8 @@ class PostgresStore:
                 added = await connection.execute(statements.HAS_IMAGE, session_id, image.sha256)
                 if added.endswith(" 0"):
                     raise rows.no_session(session_id)
-                await connection.execute(statements.ADD_IMAGE, *rows.image_row(image))
+                row = (image.sha256, image.media_type, image.data)
+                await connection.execute(statements.ADD_IMAGE, *row)
 
     async def get_image(self, sha256: str) -> RecordedImage | None:
         found = await self._fetch(statements.IMAGE, sha256)

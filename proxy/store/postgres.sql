@@ -154,10 +154,6 @@ CREATE TABLE search_rules (
 CREATE TABLE images (
     sha256 TEXT PRIMARY KEY,
     media_type TEXT NOT NULL,
-    digest TEXT NOT NULL,
-    tokens INTEGER NOT NULL,
-    token INTEGER NOT NULL,
-    grid BYTEA NOT NULL,
     data BYTEA NOT NULL
 );
 CREATE TABLE session_images (

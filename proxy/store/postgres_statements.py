@@ -34,10 +34,7 @@ COMMIT = (
 # Images are added together, and removed alone: neither sees half of what the other does.
 ADDING_IMAGES = "SELECT pg_advisory_xact_lock_shared($1)"
 REMOVING_IMAGES = "SELECT pg_advisory_xact_lock($1)"
-ADD_IMAGE = (
-    f"INSERT INTO images ({rows.IMAGE_COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7)"
-    " ON CONFLICT DO NOTHING"
-)
+ADD_IMAGE = f"INSERT INTO images ({rows.IMAGE_COLUMNS}) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING"
 HAS_IMAGE = (
     "INSERT INTO session_images (session_id, sha256) SELECT session_id, $2::text FROM sessions"
     " WHERE session_id = $1 ON CONFLICT (session_id, sha256) DO UPDATE SET sha256 = excluded.sha256"

@@ -41,7 +41,7 @@ from proxy.records import (
 from proxy.records.binary import ImageFields, image_fields, images_of
 from proxy.store.protocol import Undelivered
 
-IMAGE_COLUMNS = "sha256, media_type, data, digest, tokens, token, grid"
+IMAGE_COLUMNS = "sha256, media_type, data"
 SESSION_COLUMNS = (
     "session_id, key_hash, kind, status, created_at, expires_at, completed_at,"
     " sampling, profile, limits, metadata, origin_session, origin_turn, origin_salvages, origin"
@@ -238,17 +238,12 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
     )
 
 
-def image_row(i: RecordedImage) -> tuple[Any, ...]:
-    """Values of `IMAGE_COLUMNS`."""
-    return (i.sha256, i.media_type, i.data, i.digest, i.tokens, i.token, orjson.dumps(i.grid))
-
-
 def image_from_row(row: Sequence[Any]) -> RecordedImage:
-    sha256, media_type, data, digest, tokens, token, grid = row
+    """Raises StoreError: the bytes are not those that were recorded."""
+    sha256, media_type, data = row
     if hashlib.sha256(data).hexdigest() != sha256:
         raise StoreError(f"the store's image {sha256} has other bytes than were recorded")
-    grid = tuple(orjson.loads(grid))
-    return RecordedImage(sha256, media_type, bytes(data), digest, tokens, token, grid)
+    return RecordedImage(sha256, media_type, bytes(data))
 
 
 def check_origin(origin: Origin, found: Sequence[Any] | None) -> None:

@@ -214,7 +214,7 @@ class SqliteStore:
         await self._writer.write(begin)
 
     async def add_images(self, session_id: str, images: Sequence[RecordedImage]) -> None:
-        image_rows = [rows.image_row(image) for image in images]
+        image_rows = [(i.sha256, i.media_type, i.data) for i in images]
 
         def add(c: sqlite3.Connection) -> bool:
             for row in image_rows:

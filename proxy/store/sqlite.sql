@@ -151,10 +151,6 @@ CREATE TABLE search_rules (
 CREATE TABLE images (
     sha256 TEXT PRIMARY KEY,
     media_type TEXT NOT NULL,
-    digest TEXT NOT NULL,
-    tokens INTEGER NOT NULL,
-    token INTEGER NOT NULL,
-    grid BLOB NOT NULL,
     data BLOB NOT NULL
 );
 CREATE TABLE session_images (

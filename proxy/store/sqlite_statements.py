@@ -69,9 +69,7 @@ CUT = (
     " WHERE session_id = ? AND idx = ? AND owner = ?"
     " ON CONFLICT DO NOTHING"
 )
-ADD_IMAGE = (
-    f"INSERT INTO images ({rows.IMAGE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
-)
+ADD_IMAGE = f"INSERT INTO images ({rows.IMAGE_COLUMNS}) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
 HAS_IMAGE = (
     "INSERT INTO session_images (session_id, sha256) SELECT session_id, ? FROM sessions"
     " WHERE session_id = ? ON CONFLICT DO UPDATE SET sha256 = excluded.sha256"

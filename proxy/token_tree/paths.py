@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from proxy.records import EMPTY_IDS, Ids
+from proxy.records import EMPTY_IDS, Ids, ImageSpan
+from proxy.records.images import moved, within
 
 MIN_TOKENS = 2048
 """A shorter prompt costs less than its buffer."""
@@ -28,6 +29,9 @@ class OwnTokens(Protocol):
 
     @property
     def sampled_ids(self) -> Ids: ...
+
+    @property
+    def images(self) -> tuple[ImageSpan, ...]: ...
 
     @property
     def path_tokens(self) -> int: ...
@@ -51,6 +55,21 @@ def prefix(turns: Sequence[OwnTokens], index: int | None, length: int, new: Ids 
             length = turn.shared_tokens
         index = turn.parent
     return np.concatenate(spans[::-1])
+
+
+def prefix_images(
+    turns: Sequence[OwnTokens], index: int | None, length: int
+) -> tuple[ImageSpan, ...]:
+    """The images in the first `length` tokens of a turn's path. Raises ImageError: `length` cuts
+    one."""
+    found: list[ImageSpan] = []
+    while index is not None and length > 0:
+        turn = turns[index]
+        if turn.images and length > turn.shared_tokens:
+            own = within(turn.images, 0, length - turn.shared_tokens)
+            found = [*moved(own, turn.shared_tokens), *found]
+        index, length = turn.parent, min(length, turn.shared_tokens)
+    return tuple(found)
 
 
 class LastPrompt:

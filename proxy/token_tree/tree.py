@@ -18,14 +18,16 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
+from proxy.conversation.images import named
 from proxy.conversation.message_keys import ConversationKey, Key, RawKey, key_from_stored, raw_key
 from proxy.conversation.messages import Conversation, Message, load_answer
 from proxy.conversation.recorded import dump_request, dump_same_request
 from proxy.errors import RequestError
-from proxy.records import EMPTY_IDS, FinishReason, ForkCause, Ids, Turn, TurnStatus
+from proxy.records import EMPTY_IDS, FinishReason, ForkCause, Ids, ImageSpan, Turn, TurnStatus
+from proxy.records.images import found_images, moved, uncut, within
 from proxy.rendering.rendering import Rendering
 from proxy.token_tree.fork_cause import QUOTED_TURNS, AnswerMarks, cause_of, is_quoted
-from proxy.token_tree.paths import LastPrompt, common_prefix, path, prefix
+from proxy.token_tree.paths import LastPrompt, common_prefix, path, prefix, prefix_images
 
 FORK_CANDIDATES = 16
 """Number of paths that are compared with a prompt token by token to find where it forks: the most
@@ -55,6 +57,8 @@ class Node(msgspec.Struct, gc=False):
     """The `max_tokens` at which the answer was truncated."""
     routed: int = 0
     """Number of tokens of the path, from its start, whose routed experts are recorded."""
+    images: tuple[ImageSpan, ...] = ()
+    """Those in `prompt_ids`."""
     sampled: bool = False
     """Whether it counts as a turn of the session, that is, was not cut before its first token."""
 
@@ -85,6 +89,13 @@ class Placement(msgspec.Struct, frozen=True):
     prompt: Ids
     """The whole prompt, `[shared_tokens + len(prompt_ids)]`."""
     cause: ForkCause | None
+    images: tuple[ImageSpan, ...] = ()
+    """Those of the whole prompt, with offsets in it."""
+
+    @property
+    def own_images(self) -> tuple[ImageSpan, ...]:
+        """Those in `prompt_ids`."""
+        return within(self.images, self.shared_tokens, len(self.prompt))
 
     def followed_by(self, ids: Ids) -> Placement:
         """The placement of the same request with `ids` at the end of its prompt."""
@@ -103,6 +114,8 @@ class TokenTree:
         self.nodes: list[Node] = []
         self.quotes: list[str] = []
         """Of each turn the answer's `AnswerMarks.quote`; empty if it has none."""
+        self.has_images = False
+        """Whether any turn has an image."""
         self.sampled_tokens = 0
         self.sampled_turns = 0
         self._by_answer: dict[bytes, int] = {}
@@ -137,7 +150,9 @@ class TokenTree:
             request_key or key_from_stored(turn.request_key),
             turn.status,
             routed=self.routed(turn.parent, turn.shared_tokens),
+            images=turn.images,
         )
+        self.has_images = self.has_images or bool(turn.images)
         self.nodes.append(node)
         self.quotes.append("")
         self._by_request.setdefault(node.request_key.chain, []).append(turn.index)
@@ -222,6 +237,17 @@ class TokenTree:
         """The whole prompt of a turn or placement, `[T]`."""
         return prefix(self.nodes, parent, shared_tokens, prompt_ids)
 
+    def images(self, parent: int | None, shared_tokens: int) -> tuple[ImageSpan, ...]:
+        """The images in the first `shared_tokens` tokens of a turn's path."""
+        if not self.has_images:
+            return ()
+        return prefix_images(self.nodes, parent, shared_tokens)
+
+    def prompt_images(self, turn: Turn) -> tuple[ImageSpan, ...]:
+        """The images of a turn's whole prompt."""
+        before = self.images(turn.parent, turn.shared_tokens)
+        return (*before, *moved(turn.images, turn.shared_tokens))
+
     def path(self, index: int) -> Ids:
         """A turn's whole path including its answer, `[T]`."""
         return path(self.nodes, index)
@@ -261,18 +287,24 @@ class TokenTree:
         if conversation.raw is not None:
             return self._place_raw(conversation.raw, rendering)
         match = self.match(keys)
+        placed = None
         if match.node is not None:
-            extended = self._extend(conversation, keys, match, rendering)
-            if extended is not None:
-                return extended
-        return self._fork(conversation, keys, match, rendering)
+            placed = self._extend(conversation, keys, match, rendering)
+        if placed is None:
+            placed = self._fork(conversation, keys, match, rendering)
+        if not conversation.images and not self.has_images:
+            return placed
+        before = self.images(placed.parent, placed.shared_tokens)
+        own = found_images(placed.prompt_ids, conversation.images.values())
+        images = (*before, *moved(own, placed.shared_tokens))
+        return structs.replace(placed, images=images)
 
     def sibling(self, node: Node) -> Placement:
         """The placement of another answer to the prompt of `node`."""
         shared = node.prompt_tokens
         parent = self.owner(node.index, shared)
-        prompt = prefix(self.nodes, parent, shared)
-        return Placement(parent, shared, EMPTY_IDS, prompt, ForkCause.SIBLING)
+        prompt, images = prefix(self.nodes, parent, shared), self.images(parent, shared)
+        return Placement(parent, shared, EMPTY_IDS, prompt, ForkCause.SIBLING, images)
 
     def _extend(
         self, conversation: Conversation, keys: Sequence[Key], match: Match, rendering: Rendering
@@ -284,7 +316,8 @@ class TokenTree:
         if not foreign:
             calls = conversation.messages[match.answered].tool_calls
             suffix = rendering.bridge(
-                self.prompt_end(node), node.sampled_ids, new, conversation.tools, calls
+                *(self.prompt_end(node), node.sampled_ids, new, conversation.tools, calls),
+                conversation.images,
             )
         if suffix is None:
             last = node.sampled_ids[-1] if len(node.sampled_ids) else -1
@@ -393,8 +426,16 @@ class TokenTree:
         if asked:
             return ForkCause.ROLLED_BACK
         if node is not None and node.children:
-            return ForkCause.EDITED
+            return ForkCause.IMAGE_CHANGED if self._changes_image(message) else ForkCause.EDITED
         return ForkCause.UNPROVABLE_BRIDGE
+
+    def _changes_image(self, message: Message) -> bool:
+        """Whether a message that differs from the record has an image that is not recorded, though
+        others are: a picture that was encoded again, or made smaller."""
+        if not self.has_images:
+            return False
+        recorded = {image.sha256 for node in self.nodes for image in node.images}
+        return any(sha256 not in recorded for sha256 in named([message]))
 
     def _cause_of(self, message: Message, asked: list[Node]) -> ForkCause:
         answers = [node.marks for node in asked if node.marks is not None]
@@ -413,6 +454,8 @@ class TokenTree:
             shared = self._common(index, prompt, known)
             if shared > best_shared:
                 best, best_shared = index, shared
+        if best is not None and self.has_images:
+            best_shared = uncut(self.images(best, self.nodes[best].path_tokens), best_shared)
         return self.owner(best, best_shared), best_shared
 
     def _common(self, index: int, prompt: Ids, known: dict[int | None, int]) -> int:

@@ -8,17 +8,20 @@ Any other body is refused before it is decoded, or by one pass over its levels.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import orjson
 from msgspec.structs import replace
 
 from proxy.conversation import Conversation
+from proxy.conversation.images import MARK
 from proxy.conversation.json_values import is_deeper, loads
 from proxy.errors import RequestError
 from proxy.settings.profiles import AgentProfile
 from proxy.wire.dialect import Call, Dialect, Headers
 from proxy.wire.fields import Fields, Note
+from proxy.wire.images import SentImages
 
 MAX_NESTING = 128
 """Levels of objects and lists in a body. orjson can write 254 levels; answers and engine requests
@@ -49,6 +52,7 @@ _PART_BYTES = 2**16
 _STRING = re.compile(rb'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _TOKEN = re.compile(rb'(?P<string>"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z))|[\[\]{},]', re.DOTALL)
 _SHOWN_LEVELS = 4
+_ESCAPED_MARK = re.compile(rb"\\u[fF][dD][dD]1")
 
 
 class Body:
@@ -78,18 +82,37 @@ def parse_call(
     headers: Headers,
     profile: AgentProfile,
     backends: frozenset[str] = frozenset(),
+    *,
+    reads_images: bool = False,
 ) -> Call:
     """The call as the model is to see it. `backends` are the provider's tools that the proxy runs.
     Raises RequestError for a body that the dialect cannot honour."""
     fields = parse_body(body)
     fields.backends = backends
+    if reads_images:
+        fields.images = SentImages()
+        if MARK.encode() in body.data or _ESCAPED_MARK.search(body.data) is not None:
+            fields.data = _without_marks(fields.data)
     call = dialect.parse(fields, headers)
+    if fields.images is not None and fields.images.found:
+        call.images = fields.images
     call.notes = fields.notes
     call.notes += scrub(call.conversation, profile)
     refers = call.referring is not None or call.conversation.continues is not None
     call.is_small = len(body.data) <= SMALL_BYTES and not refers
     call.is_large = body.is_large
     return call
+
+
+def _without_marks(value: Any) -> Any:
+    """JSON in which no string has a character that stands for an image."""
+    if isinstance(value, str):
+        return value.replace(MARK, "\N{REPLACEMENT CHARACTER}")
+    if isinstance(value, list):
+        return [_without_marks(each) for each in value]
+    if isinstance(value, dict):
+        return {_without_marks(name): _without_marks(each) for name, each in value.items()}
+    return value
 
 
 def scrub(conversation: Conversation, profile: AgentProfile) -> list[Note]:

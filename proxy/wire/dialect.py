@@ -18,6 +18,7 @@ from proxy.errors import ProxyError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.deltas import Delta, ResultDelta
 from proxy.wire.fields import Fields, Note
+from proxy.wire.images import SentImages
 
 Headers = Mapping[str, str]
 
@@ -98,6 +99,8 @@ class Call(msgspec.Struct):
     in the record has no text."""
     notes: list[Note] = []
     """What of the request is not taken as it is."""
+    images: SentImages | None = None
+    """The images of its messages, if the model reads them and there are any."""
     extra: dict[str, Any] = {}
     """Values that only the dialect itself uses, when it writes the answer."""
 

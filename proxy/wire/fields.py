@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from proxy.errors import RequestError
+from proxy.wire.images import SentImages
 
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_VALUES = 40
@@ -41,7 +42,7 @@ class Fields:
     The constructor raises RequestError for data that is not an object.
     """
 
-    __slots__ = ("_index", "_name", "_parent", "backends", "data", "notes")
+    __slots__ = ("_index", "_name", "_parent", "backends", "data", "images", "notes")
 
     def __init__(
         self, data: Any, parent: Fields | None = None, name: str = "", index: int | None = None
@@ -51,6 +52,8 @@ class Fields:
         """Of the whole request."""
         self.backends: frozenset[str] = frozenset() if parent is None else parent.backends
         """The tools of a provider that the proxy runs (`wire.web_search`)."""
+        self.images: SentImages | None = None if parent is None else parent.images
+        """Takes the request's images; None: the model reads only text."""
         if not isinstance(data, dict):
             raise refusal(self._own_path() or "body", data, "an object")
         self.data: dict[str, Any] = data

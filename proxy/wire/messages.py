@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from proxy.conversation.images import joined_blocks
 from proxy.conversation.messages import (
     Conversation,
     Message,
@@ -242,7 +243,7 @@ def _parse_message(
         else:
             texts.append(block_text(block))
     if texts or not results:
-        results.append(Message("user", "\n".join(texts)))
+        results.append(Message("user", joined_blocks(texts)))
     return results
 
 
@@ -302,7 +303,7 @@ def _result(fields: Fields, tools: Mapping[Any, dict[str, Any]]) -> str:
             texts.append(f"[tool: {block.text('tool_name', '')[:200]}]")
         else:
             texts.append(block_text(block))
-    return "\n".join(texts)
+    return joined_blocks(texts)
 
 
 _SHOWN_OF_TOOL = ("name", "description", "input_schema")

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from proxy.conversation.free_form import FREE_FORM, free_arguments
+from proxy.conversation.images import joined_blocks
 from proxy.conversation.messages import (
     Conversation,
     Message,
@@ -350,7 +351,7 @@ def _agent_message(item: Fields) -> str:
         is_secret = part.get("type") == "encrypted_content"
         texts.append(part.text("encrypted_content", "") if is_secret else block_text(part))
     author = item.optional_text("author")
-    return (f"Message from {author}:\n" if author else "") + "\n".join(texts)
+    return (f"Message from {author}:\n" if author else "") + joined_blocks(texts)
 
 
 def _json_text(item: Fields) -> str:

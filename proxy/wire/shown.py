@@ -1,9 +1,9 @@
 """The text that a model sees in the place of something that is not text.
 
-The policies read text. A picture, a document, or what a provider's own tool has done is shown to
-them as a short text, which is part of a prompt and never trained, and noted for an event.
-Invariant: the same block gives the same text in every request, so that a history which has one
-continues the recorded path.
+A model that reads images gets those that a request holds (`wire.images`). Every other picture, a
+document, or what a provider's own tool has done is shown as a short text, which is part of a prompt
+and never trained, and noted for an event. Invariant: the same block gives the same text in every
+request, so that a history which has one continues the recorded path.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from proxy.conversation.images import joined_blocks
 from proxy.wire.fields import Fields
 
 MAX_CHARS = 2000
@@ -75,12 +76,15 @@ def block_text(block: Fields) -> str:
             text = content if isinstance(content, str) else joined(inner, "content")
             return _titled(block, text)
     text = shown(kind, block.data)
+    if block.images is not None and (taken := block.images.taken(block.data, text)) is not None:
+        return taken
     block.note("shown_as_text", kind, text)
     return text
 
 
 def joined(fields: Fields, name: str) -> str:
-    """The texts of the blocks at `name`, one per line; a string may stand for one text block."""
+    """The texts of the blocks at `name` (`joined_blocks`); a string may stand for one text
+    block."""
     content = fields.get(name)
     if content is None or isinstance(content, str):
         return content or ""
@@ -89,7 +93,7 @@ def joined(fields: Fields, name: str) -> str:
         texts.append(
             block if isinstance(block, str) else block_text(Fields(block, fields, name, at))
         )
-    return "\n".join(texts)
+    return joined_blocks(texts)
 
 
 def shown(kind: str, data: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
+from proxy.engines.protocol import Chunk, EngineInfo, PreparedImage, Sampling, Take
 from proxy.errors import EngineError
 from proxy.records import FinishReason, Ids, VersionSpan
 
@@ -74,6 +74,9 @@ class VerlEngine:
 
     async def abort(self, request_id: str) -> None:
         """Does nothing: verl's client cannot abort, so the answer is sampled to its end."""
+
+    async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
+        raise EngineError("verl's servers prepare no images here", status=502)
 
     def forget(self, session_id: str) -> None:
         """Does nothing: nothing is kept of a session."""

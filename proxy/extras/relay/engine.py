@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from proxy.engines.protocol import EngineInfo, Sampling, Take
+from proxy.engines.protocol import EngineInfo, PreparedImage, Sampling, Take
 from proxy.errors import EngineError, ProxyError, UnreachableEngine
 from proxy.extras.relay.engine_call import RelayCall
 from proxy.extras.relay.protocol import (
@@ -177,6 +177,10 @@ class RelayEngine:
             del self._calls[number]
             self._info.in_flight -= 1
             self._post(End(number))
+
+    async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
+        """Workers prepare no images."""
+        raise EngineError(f"worker {self._info.name!r} does not read images", status=502)
 
     async def abort(self, request_id: str) -> None:
         if self._connection is None:

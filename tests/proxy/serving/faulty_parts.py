@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal
 
-from proxy.engines.protocol import Chunk, EngineInfo, Sampling, Take
+from proxy.engines.protocol import Chunk, EngineInfo, PreparedImage, Sampling, Take
 from proxy.errors import EngineError, StoreError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.rendering import Rendering
@@ -102,6 +102,9 @@ class GatedEngine:
         await self._gates.pass_through(EngineError("failed in mid-answer"))
         end = self._rendering.stop_token_ids[0]
         take(Chunk([end], [-0.5], finish_reason=FinishReason.STOP))
+
+    async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
+        raise NotImplementedError
 
     async def abort(self, request_id: str) -> None:
         pass

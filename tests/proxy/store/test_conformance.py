@@ -415,9 +415,7 @@ async def test_deleting_a_session_removes_all_its_data(store: Store) -> None:
 
 
 def an_image(data: bytes = b"\x89PNG pixels") -> RecordedImage:
-    digest = hashlib.sha256(b"pixels of " + data).hexdigest()
-    sha256 = hashlib.sha256(data).hexdigest()
-    return RecordedImage(sha256, "image/png", data, digest, 6, 151655, (1, 4, 6))
+    return RecordedImage(hashlib.sha256(data).hexdigest(), "image/png", data)
 
 
 async def test_image_is_kept_once_until_the_last_session_that_has_it_is_removed(

@@ -1,0 +1,52 @@
+"""Images in the texts of messages.
+
+A message that has an image holds a mark in its text: the sha256 of the image's bytes between two
+noncharacters of Unicode. So whatever compares, stores and repeats texts does so with images, too,
+and their bytes are nowhere in messages, keys and logs. Invariant: texts of a request have no marks
+but those that its images were given (`wire.images`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from proxy.conversation.messages import Message
+
+MARK = "\ufdd1"
+"""A noncharacter, which no text should contain."""
+_MARKED = re.compile(f"{MARK}([0-9a-f]{{64}}){MARK}")
+
+
+def mark(sha256: str) -> str:
+    """What stands for an image in a message's text."""
+    return f"{MARK}{sha256}{MARK}"
+
+
+def joined_blocks(texts: Iterable[str]) -> str:
+    """The texts of a message's blocks: texts are on lines of their own; an image stands directly
+    between the texts around it, as in chat templates."""
+    out = ""
+    for at, text in enumerate(texts):
+        apart = at and not out.endswith(MARK) and not text.startswith(MARK)
+        out = f"{out}\n{text}" if apart else out + text
+    return out
+
+
+def parts(text: str) -> Iterator[tuple[str, str]]:
+    """The parts of a text, as (text before an image, its sha256), and (last text, "")."""
+    at = 0
+    for found in _MARKED.finditer(text):
+        yield text[at : found.start()], found[1]
+        at = found.end()
+    yield text[at:], ""
+
+
+def named(messages: Iterable[Message]) -> list[str]:
+    """The sha256 of each image in the messages, in order, as often as it is there."""
+    return [found for each in messages if MARK in each.text for found in _MARKED.findall(each.text)]
+
+
+def replaced(text: str, by: Callable[[str], str]) -> str:
+    """The text with `by(sha256)` in place of each image."""
+    return _MARKED.sub(lambda found: by(found[1]), text) if MARK in text else text

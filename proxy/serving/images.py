@@ -1,0 +1,151 @@
+"""The images of requests: prepared by an engine, once for each content, and recorded before a turn
+names them.
+
+Invariant: what stands in a prompt for an image, and the pixels that an engine gets for it, are what
+an engine has made of exactly the bytes that the agent sent. An engine that makes something else of
+the same bytes is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from proxy.conversation.images import named
+from proxy.conversation.messages import Conversation
+from proxy.engines.protocol import PreparedImage, PromptImages
+from proxy.errors import EngineError, EngineRefusal, ImageError
+from proxy.records import ImageSpan, RecordedImage
+from proxy.rendering.rendering import Rendering
+from proxy.routing.router import Router
+from proxy.store.protocol import Store
+from proxy.token_tree.tree import TokenTree
+from proxy.wire.fields import Note
+from proxy.wire.images import SentImage, SentImages
+
+KNOWN_IMAGES = 100_000
+"""Images whose number of tokens is remembered."""
+ITEMS_BYTES = 256 * 2**20
+"""Limit of the preparations that are kept, which every engine gets once. A screenshot has 6 MB."""
+AT_ONCE = 4
+"""Images of one request that are prepared at the same time."""
+LOOK_AGAIN_S = 0.5
+
+
+class Images:
+    """What this process knows of images."""
+
+    def __init__(self, store: Store, router: Router, rendering: Rendering) -> None:
+        self._store = store
+        self._router = router
+        self._rendering = rendering
+        self._known: OrderedDict[str, ImageSpan | None] = OrderedDict()
+        """By sha256; None: no engine can read it."""
+        self._items: OrderedDict[str, str] = OrderedDict()
+        """By digest."""
+        self._items_bytes = 0
+
+    @property
+    def are_read(self) -> bool:
+        """Whether requests have images; else they are shown as texts."""
+        return self._rendering.image_token is not None and self._router.reads_images
+
+    async def learn(
+        self, conversation: Conversation, sent: SentImages, tree: TokenTree
+    ) -> list[Note]:
+        """Fills `Conversation.images`. An image that no engine can read is shown as a text, which
+        the notes name. Raises EngineError."""
+        sent.shown_in(conversation.messages, set())
+        names = list(dict.fromkeys(named(conversation.messages)))
+        recorded = {i.sha256: i for node in tree.nodes for i in node.images} if names else {}
+        room, unread = asyncio.Semaphore(AT_ONCE), set[str]()
+
+        async def learn_one(sha256: str) -> None:
+            image = recorded.get(sha256)
+            if image is None and sha256 not in self._known:
+                async with room:
+                    await self._learn(sent.found[sha256])
+            image = image or self._known[sha256]
+            if image is None:
+                unread.add(sha256)
+            else:
+                conversation.images[sha256] = image
+
+        await asyncio.gather(*map(learn_one, names))
+        if unread:
+            sent.shown_in(conversation.messages, unread)
+        shown = [sent.found[sha256].shown for sha256 in sorted(unread)]
+        return [Note("shown_as_text", "image", "messages", text) for text in shown]
+
+    async def record(self, session_id: str, names: Sequence[str], sent: SentImages) -> None:
+        """Stores images that a turn of the session is going to name. Raises StoreError and
+        SessionError."""
+        images = [sent.found[name] for name in names]
+        stored = [RecordedImage(each.sha256, each.media_type, each.data) for each in images]
+        await self._store.add_images(session_id, stored)
+
+    def of_prompt(self, spans: tuple[ImageSpan, ...]) -> PromptImages | None:
+        """The images of a prompt, for an engine."""
+        return PromptImages(spans, self._item) if spans else None
+
+    async def _learn(self, image: SentImage) -> None:
+        try:
+            made = await self._prepared(image.data, image.media_type)
+        except EngineRefusal:
+            self._remember(image.sha256, None)
+            return
+        span = ImageSpan(0, made.tokens, made.token, made.digest, image.sha256, made.grid)
+        self._keep(made)
+        self._remember(image.sha256, span)
+
+    async def _item(self, span: ImageSpan) -> str:
+        item = self._items.get(span.digest)
+        if item is not None:
+            self._items.move_to_end(span.digest)
+            return item
+        image = await self._store.get_image(span.sha256)
+        if image is None:
+            raise ImageError(f"image {span.sha256} is not in the store; was its session deleted?")
+        try:
+            made = await self._prepared(image.data, image.media_type)
+        except EngineRefusal as error:
+            raise ImageError(f"image {span.sha256}: {error.message}") from error
+        if (made.digest, made.tokens) != (span.digest, span.tokens):
+            raise ImageError(
+                f"image {span.sha256} was recorded as {span.tokens} tokens of {span.digest}, but "
+                f"the engine makes {made.tokens} tokens of {made.digest} of it: it has another "
+                "processor than the one that recorded it"
+            )
+        self._keep(made)
+        return made.item
+
+    async def _prepared(self, data: bytes, media_type: str) -> PreparedImage:
+        """What the first engine that can makes of it. Raises EngineError and EngineRefusal."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._router.patience_s
+        while True:
+            failure = EngineError("no engine that reads images is there; try again")
+            for engine in self._router.image_readers():
+                try:
+                    return await engine.prepare(data, media_type)
+                except EngineError as error:
+                    failure = error
+            left_s = deadline - loop.time()
+            if left_s <= 0:
+                raise EngineError("no engine prepared an image of the request; try again") from (
+                    failure
+                )
+            await self._router.until_joined(min(left_s, LOOK_AGAIN_S))
+
+    def _remember(self, sha256: str, span: ImageSpan | None) -> None:
+        self._known[sha256] = span
+        while len(self._known) > KNOWN_IMAGES:
+            self._known.popitem(last=False)
+
+    def _keep(self, made: PreparedImage) -> None:
+        if made.digest not in self._items:
+            self._items[made.digest] = made.item
+            self._items_bytes += len(made.item)
+        while self._items_bytes > ITEMS_BYTES and len(self._items) > 1:
+            self._items_bytes -= len(self._items.popitem(last=False)[1])

@@ -1,0 +1,122 @@
+"""The images of a request, of any dialect.
+
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}              Chat
+    {"type": "image", "source": {"type": "base64", "media_type": …, "data": …}}         Messages
+    {"type": "input_image", "image_url": "data:image/png;base64,…"}                     Responses
+
+Invariant: the bytes are those that came. They are neither decoded nor changed here, so that what is
+stored under their sha256 is what the agent sent. A block whose image cannot be taken is shown as a
+text, like any block that a model does not read, because it may stand in a history.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+
+from proxy.conversation.images import MARK, mark, replaced
+from proxy.conversation.messages import Message
+
+MAX_BYTES = 20 * 2**20
+"""Of one image."""
+MAX_IMAGES = 1000
+"""Of one request, each counted once."""
+KINDS = frozenset(("image_url", "image", "input_image", "computer_screenshot"))
+_DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+_SIGNATURES = (
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF87a", "image/gif"),
+    (b"GIF89a", "image/gif"),
+)
+_READ_BY = ("user", "tool")
+"""Chat templates have images in the messages of these roles."""
+
+
+class SentImage(msgspec.Struct, frozen=True):
+    """Example: SentImage("9f86d0…", "image/png", b"\\x89PNG…", "[image: image/png, 2 kB; …]")"""
+
+    sha256: str
+    """Of the bytes, in hexadecimal."""
+    media_type: str
+    """What the bytes are, whatever the request says: agents declare PNG for what is JPEG."""
+    data: bytes
+    shown: str
+    """The text that a model sees which does not read it."""
+
+
+class SentImages:
+    """Takes the images of one request out of its blocks."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, SentImage] = {}
+        """By sha256."""
+
+    def taken(self, block: dict[str, Any], shown: str) -> str | None:
+        """The mark of the image that a block holds; None if it has no bytes (a URL, a file's id),
+        too many, or bytes of another format than PNG, JPEG, GIF and WebP.
+
+        Args:
+            shown: the text that stands for the block where no model reads it.
+        """
+        text = _base64(block)
+        if text is None or len(text) * 3 // 4 > MAX_BYTES + 2:
+            return None
+        try:
+            data = binascii.a2b_base64(text, strict_mode=True)
+        except (binascii.Error, ValueError):
+            return None
+        media_type = _media_type(data)
+        if media_type is None:
+            return None
+        sha256 = hashlib.sha256(data).hexdigest()
+        if sha256 not in self.found:
+            if len(self.found) == MAX_IMAGES:
+                return None
+            self.found[sha256] = SentImage(sha256, media_type, data, shown)
+        return mark(sha256)
+
+    def shown_in(self, messages: list[Message], unread: set[str]) -> None:
+        """Shows images as texts: those of roles whose images no chat template has, and those whose
+        sha256 is in `unread`."""
+        for message in messages:
+            if MARK in message.text:
+                all_of_them = message.role not in _READ_BY
+                message.text = replaced(
+                    message.text,
+                    lambda sha256, every=all_of_them: (  # type: ignore[misc]
+                        self.found[sha256].shown if every or sha256 in unread else mark(sha256)
+                    ),
+                )
+
+
+def _base64(block: dict[str, Any]) -> str | None:
+    if block.get("type") not in KINDS:
+        return None
+    source = block.get("source")
+    if isinstance(source, dict):
+        is_bare = source.get("type") == "base64"
+        return _text(source.get("data") if is_bare else source.get("url"), bare=is_bare)
+    url = block.get("image_url")
+    return _text(url.get("url") if isinstance(url, dict) else url, bare=False)
+
+
+def _text(value: Any, *, bare: bool) -> str | None:
+    """`bare`: base64 may stand without the head of a data URL."""
+    if not isinstance(value, str):
+        return None
+    head = _DATA_URL.match(value)
+    if head is None and not bare:
+        return None
+    text = value[head.end() :] if head else value
+    return "".join(text.split())
+
+
+def _media_type(data: bytes) -> str | None:
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    return next((kind for start, kind in _SIGNATURES if data.startswith(start)), None)
