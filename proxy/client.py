@@ -8,6 +8,7 @@ repeats one while the proxy is being restarted.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -158,6 +159,14 @@ class ProxyClient:
                 "GET", _session_path(trial_id, "trajectories"), headers={"Accept": CONTENT_TYPE}
             )
         )
+
+    async def image(self, trial_id: str, sha256: str) -> bytes:
+        """An image of a turn (`Turn.images`), as the agent sent it. Raises ProxyClientError (404:
+        no turn of the session has it) and ValueError (the bytes are others)."""
+        data = await self._bytes("GET", _session_path(trial_id, f"images/{sha256}"))
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise ValueError(f"the proxy sent other bytes than the image {sha256} has")
+        return data
 
     async def show(self, trial_id: str) -> dict[str, Any]:
         """The session without its tokens: status, turns, forks and their causes, rewards."""

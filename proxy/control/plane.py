@@ -46,6 +46,7 @@ from proxy.serving.ownership import Deliveries
 from proxy.serving.sessions import Sessions
 from proxy.store import curation
 from proxy.store.protocol import SessionFilter, Store
+from proxy.wire.images import MEDIA_TYPES
 
 MAX_WAIT_S = 300.0
 """Longest wait of a long poll, after which the caller repeats it."""
@@ -235,6 +236,23 @@ class ControlPlane:
         if CONTENT_TYPE in request.headers.get("Accept", ""):
             return web.Response(body=encode_record(session, turns), content_type=CONTENT_TYPE)
         return json_answer({**session_view(session), "trajectories": trajectories_view(turns)})
+
+    @route(
+        "GET",
+        _NAMED + "/images/{sha256:[0-9a-f]{64}}",
+        summary="An image of a turn, as the agent sent it",
+        refusals=(404,),
+        other_types=MEDIA_TYPES,
+    )
+    async def _image(self, request: web.Request) -> web.Response:
+        session, sha256 = await self._session(request), request.match_info["sha256"]
+        turns = await self._store.get_turns(session.session_id)
+        named = any(image.sha256 == sha256 for turn in turns for image in turn.images)
+        image = await self._store.get_image(sha256) if named else None
+        if image is None:
+            raise SessionError(f"no turn of the session has the image {sha256}", status=404)
+        alone = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox"}
+        return web.Response(body=image.data, content_type=image.media_type, headers=alone)
 
     @route(
         "POST",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.records import Session, Turn
+from proxy.records import ImageSpan, Session, Turn
 from proxy.records.binary import mark_fields, origin_fields, reward_fields
+from proxy.records.images import engine_ids
 from proxy.token_tree.sampled_paths import sampled_paths
 
 
@@ -40,6 +41,7 @@ def turn_view(session_id: str, turn: Turn) -> dict[str, Any]:
         "shared_tokens": turn.shared_tokens,
         "new_prompt_tokens": len(turn.prompt_ids),
         "sampled_tokens": len(turn.sampled_ids),
+        "images": [image_view(image) for image in turn.images],
         "versions": [[span.version, span.start, span.end] for span in turn.versions],
         "sampling": dict(turn.sampling),
         "answer": turn.answer.decode() if turn.answer else None,
@@ -49,9 +51,19 @@ def turn_view(session_id: str, turn: Turn) -> dict[str, Any]:
     }
 
 
+def image_view(image: ImageSpan) -> dict[str, Any]:
+    return {"offset": image.offset, "tokens": image.tokens, "sha256": image.sha256}
+
+
 def trajectories_view(turns: list[Turn]) -> list[dict[str, Any]]:
     """The paths of the token tree (`token_tree.sampled_paths`), as `[T]` arrays of equal length."""
     return [
-        {"turns": p.turns, "ids": p.ids, "sampled": p.sampled, "logprobs": p.logprobs}
+        {
+            "turns": p.turns,
+            "ids": engine_ids(p.ids, p.images),
+            "sampled": p.sampled,
+            "logprobs": p.logprobs,
+            "images": [image_view(image) for image in p.images],
+        }
         for p in sampled_paths(turns)
     ]

@@ -249,6 +249,15 @@ class SessionList(Schema):
     sessions: list[SessionView]
 
 
+class ImageView(Schema):
+    """The tokens `[offset, offset + tokens)` are an image (`GET /sessions/{id}/images/SHA256`)."""
+
+    offset: int
+    """Of a turn: index among its new tokens. Of a trajectory: index in its `ids`."""
+    tokens: int
+    sha256: str
+
+
 class TurnView(Schema):
     """One turn of a session, without its token ids."""
 
@@ -264,6 +273,7 @@ class TurnView(Schema):
     shared_tokens: int
     new_prompt_tokens: int
     sampled_tokens: int
+    images: list[ImageView]
     versions: list[tuple[int, int, int]]
     sampling: dict[str, Any]
     answer: str | None
@@ -290,12 +300,13 @@ class SessionRecord(SessionView):
 
 
 class TrajectoryView(Schema):
-    """One path through the token tree. All lists but `turns` have one entry per token."""
+    """One path through the token tree. `ids`, `sampled` and `logprobs` have one entry per token."""
 
     turns: list[int]
     ids: list[int]
     sampled: list[bool]
     logprobs: list[float]
+    images: list[ImageView]
 
 
 class SessionTrajectories(SessionView):

@@ -28,6 +28,10 @@ NOT_OFFERED = frozenset({401, 403, 404, 405, 501})
 """Statuses with which servers and gateways answer for a path that they do not offer."""
 
 
+class ServerError(EngineError):
+    """The engine answered with the status 500."""
+
+
 class NotFound(EngineError):
     """The replica answered 404."""
 
@@ -136,8 +140,8 @@ class Upstream:
 
     def _failure(self, status: int, words: str) -> EngineError:
         retryable = status in (429, 500, 503)
-        kind = NotFound if status == 404 else EngineError
-        return kind(
+        kinds: dict[int, type[EngineError]] = {404: NotFound, 500: ServerError}
+        return kinds.get(status, EngineError)(
             f"engine {self.url} answered {status}: {words}", status=503 if retryable else 502
         )
 

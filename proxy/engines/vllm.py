@@ -47,7 +47,7 @@ from proxy.engines.images import (
 from proxy.engines.missing_logprob import MISSING_LOGPROB
 from proxy.engines.prompt_json import PromptJson
 from proxy.engines.protocol import Chunk, EngineInfo, PreparedImage, PromptImages, Sampling
-from proxy.engines.upstream import Upstream
+from proxy.engines.upstream import ServerError, Upstream
 from proxy.engines.vllm_metrics import METRICS, cache_tokens, load_details
 from proxy.engines.vocabulary import KnownWords
 from proxy.errors import EngineError, EngineRefusal, UnreachableEngine
@@ -222,7 +222,7 @@ class VllmEngine(HttpEngine):
             post = posting(GENERATE, partial(encode, self._prompts, items=items))
             try:
                 await post(upstream, call, received)
-            except EngineError:
+            except ServerError:
                 if received.tokens or all(items):
                     raise
             else:

@@ -2,7 +2,8 @@
 
 A model's name is not enough, because fine-tunes change the template and keep the name. With `auto`,
 probe conversations are rendered with the checkpoint's own template and with each known renderer;
-the first renderer that produces the same token ids for all probes is used. If none does, the
+the first renderer that produces the same token ids for all probes is used, or the first such one
+that knows images if the model reads them. If none does, the
 template itself is used, and a turn continues a recorded one only where that can be proven.
 """
 
@@ -50,10 +51,17 @@ def choose_renderer(tokenizer: Tokenizer, config: RenderingConfig) -> tuple[Fami
     tokenizer.template = template
     _check_that_it_ends(template, tokenizer.name_or_path)
     if config.renderer == "auto":
+        wants_images = config.images and tokenizer.image_token_id is not None
+        first: tuple[Family, Renderer] | None = None
         for name in renderer_names():
             renderer = _agreeing(name, tokenizer, template, config.template_kwargs)
-            if renderer is not None:
+            if renderer is None:
+                continue
+            first = first or (family_of(name), renderer)
+            if not wants_images or hasattr(renderer, "_process_image"):
                 return family_of(name), renderer
+        if first is not None:
+            return first
     renderer = _template_renderer(tokenizer)
     return _template_family(tokenizer, renderer), renderer
 

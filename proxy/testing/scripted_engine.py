@@ -21,11 +21,12 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from proxy.engines import vllm, vllm_metrics
+from proxy.engines import images, vllm, vllm_metrics
 from proxy.extras.binary_route.frames import PATH as FRAMES
 from proxy.extras.engines import sglang
 from proxy.machine.port import http_url
 from proxy.testing.scripted_frames import ScriptedRefusal, ScriptedSocket
+from proxy.testing.scripted_images import ScriptedImages
 from proxy.testing.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
 
 __all__ = ["Fault", "Script", "ScriptedCall", "ScriptedEngine", "scripted_logprob", "text_script"]
@@ -48,9 +49,11 @@ class ScriptedEngine:
         remember_calls: bool = True,
         cache_tokens: int | None = None,
         frames: bool = False,
+        image_token: int | None = None,
     ) -> None:
         """`cache_tokens`: the size of the KV cache that its metrics report; None: no metrics.
-        `frames`: it has the binary route of a vLLM server."""
+        `frames`: it has the binary route of a vLLM server. `image_token`: the id for a part of an
+        image, of an engine that prepares images (`scripted_images`)."""
         self.script = script
         self.model = model
         self.max_context_tokens = max_context_tokens
@@ -59,6 +62,7 @@ class ScriptedEngine:
         self.remember_calls = remember_calls
         self.cache_tokens = cache_tokens
         self.frames = frames
+        self.images = ScriptedImages(image_token)
         self.without_metrics = web.HTTPNotFound.status_code
         """Status of `/metrics` while `cache_tokens` is None."""
         self.adapters: dict[str, Script] = {}
@@ -92,6 +96,7 @@ class ScriptedEngine:
         app.add_routes(
             [
                 *(web.post(wire.route, self._generating(wire)) for wire in WIRES),
+                web.post(images.RENDER, self._render),
                 web.post(vllm.ABORT, self._abort),
                 web.post(sglang.ABORT, self._abort),
                 *([web.get(FRAMES, self._serve_frames)] if self.frames else ()),
@@ -209,6 +214,7 @@ class ScriptedEngine:
         refusal = self._refusal(call)
         if refusal is not None:
             raise ScriptedRefusal(400, refusal)
+        self.images.check(call)
         if self.remember_calls:
             self.calls.append(call)
         self._running[call.request_id] = call
@@ -335,6 +341,12 @@ class ScriptedEngine:
             if call is not None:
                 call.abort.set()
         return web.Response()
+
+    async def _render(self, request: web.Request) -> web.Response:
+        try:
+            return web.json_response(self.images.rendered(await request.json()))
+        except ScriptedRefusal as refusal:
+            return web.json_response({"error": {"message": str(refusal)}}, status=refusal.status)
 
     async def _health(self, _: web.Request) -> web.Response:
         self.checked.set()

@@ -50,6 +50,8 @@ class ScriptedCall:
     """The requested model or adapter, where the wire format has one."""
     no_logprob: float | None = None
     """The value that the wire format uses for a missing log-probability."""
+    features: dict[str, Any] | None = None
+    """The images of the prompt, in vLLM's form."""
     fault: Fault | None = None
     answer_ids: list[int] = field(default_factory=list)
     """The ids that were sent; only a part of the script's answer if the call was cut."""
@@ -127,6 +129,7 @@ def _read_vllm(body: dict[str, Any]) -> ScriptedCall:
         stream=bool(body.get("stream")),
         model=body.get("model"),
         no_logprob=MISSING_LOGPROB,
+        features=body.get("features"),
     )
 
 
@@ -156,6 +159,8 @@ def _write_vllm(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
         "routed_experts": _experts_text(call, end) if finish else None,
     }
     answer: dict[str, Any] = {"request_id": call.request_id, "choices": [choice]}
+    if call.features is not None and start == 0:
+        answer["mm_placeholders"] = call.features["mm_placeholders"]
     if call.sampling.get("prompt_logprobs") is not None:
         answer["prompt_logprobs"] = _scored(call.prompt_ids)
     return answer

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from proxy.records import Ids, Logprobs, Turn, TurnStatus
-from proxy.token_tree.paths import path
+from proxy.records import Ids, ImageSpan, Logprobs, Turn, TurnStatus
+from proxy.records.images import within
+from proxy.token_tree.paths import path, prefix_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class SampledPath:
     turns: list[int]
     """Indices of the turns on the path, from the root."""
     ids: Ids
+    """Below 0 for tokens of `images`."""
     sampled: npt.NDArray[np.bool_]
     """True for the tokens that the policy sampled, unless an earlier path has them."""
     logprobs: Logprobs
@@ -31,6 +33,7 @@ class SampledPath:
     """The version of the weights that sampled a token; -1 where `sampled` is False."""
     temperatures: npt.NDArray[np.float32]
     """The temperature that a token was sampled at; 1 where `sampled` is False."""
+    images: tuple[ImageSpan, ...] = ()
 
     def up_to_the_last_sampled(self) -> SampledPath:
         """The path without the tokens after the last one that `sampled` marks."""
@@ -43,6 +46,7 @@ class SampledPath:
             self.logprobs[:end],
             self.versions[:end],
             self.temperatures[:end],
+            within(self.images, 0, end),
         )
 
 
@@ -80,7 +84,8 @@ def _path(turns: Sequence[Turn], leaf: int, marked: list[int]) -> SampledPath:
                 temperatures[new] = turn.sampling.get("temperature", 1.0)
         chain.append(index)
         index, length = turn.parent, min(length, turn.shared_tokens)
-    return SampledPath(chain[::-1], ids, sampled, logprobs, versions, temperatures)
+    images = prefix_images(turns, leaf, len(ids))
+    return SampledPath(chain[::-1], ids, sampled, logprobs, versions, temperatures, images)
 
 
 def _versions(turn: Turn) -> Ids:

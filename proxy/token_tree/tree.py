@@ -326,7 +326,8 @@ class TokenTree:
             return None
         cause = self._foreign_cause(conversation.messages, keys) if foreign else None
         if cause is None and node.children:
-            cause = ForkCause.ROLLED_BACK
+            changes = self._changes_image(new[0]) if new else False
+            cause = ForkCause.IMAGE_CHANGED if changes else ForkCause.ROLLED_BACK
         prompt = self._last_prompt.extended(self.nodes, node.index, suffix)
         return Placement(node.index, node.path_tokens, suffix, prompt, cause)
 
@@ -399,7 +400,8 @@ class TokenTree:
         known = self._last_known(keys)
         message = messages[known + 1] if 0 <= known < len(messages) - 1 else None
         if message is None or message.role != "assistant":
-            return ForkCause.FOREIGN_ASSISTANT
+            changes = message is not None and self._changes_image(message)
+            return ForkCause.IMAGE_CHANGED if changes else ForkCause.FOREIGN_ASSISTANT
         return self._cause_of(message, self.same_requests(keys[known]))
 
     def _last_known(self, keys: Sequence[Key]) -> int:

@@ -33,6 +33,7 @@ _SIGNATURES = (
     (b"GIF87a", "image/gif"),
     (b"GIF89a", "image/gif"),
 )
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 _READ_BY = ("user", "tool")
 """Chat templates have images in the messages of these roles."""
 

@@ -17,6 +17,8 @@ QWEN_TOKENS = (
     "<think>",
     "</think>",
 )
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+PICTURES = "pictures.jinja"
 _TEXT = (
     "system user assistant tool You may call one or more functions to assist with the user query. "
     'The answer is a sum of two numbers. {"name": "shell", "arguments": {"command": "ls -la"}} '
@@ -25,6 +27,7 @@ _TEXT = (
 
 
 def write_checkpoint(folder: Path, *, template: str = "qwen3.jinja") -> Path:
+    """With the template `PICTURES`, one of a model that reads images, as Qwen3-VL does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,10 +41,16 @@ def write_checkpoint(folder: Path, *, template: str = "qwen3.jinja") -> Path:
     tokenizer.add_tokens(
         [AddedToken(t, normalized=False, special=t in special) for t in QWEN_TOKENS]
     )
+    reads_images = template == PICTURES
+    if reads_images:
+        tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in IMAGE_TOKENS])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
+    model = {"max_position_embeddings": 32768}
+    if reads_images:
+        model["image_token_id"] = tokenizer.token_to_id("<|image_pad|>")
+    (folder / "config.json").write_text(json.dumps(model))
     (folder / "chat_template.jinja").write_text((TEMPLATES / template).read_text())
     return folder

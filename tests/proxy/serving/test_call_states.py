@@ -31,6 +31,7 @@ from proxy.serving import ownership
 from proxy.serving.asked import Caller
 from proxy.serving.backend import Backend
 from proxy.serving.call import LiveCall
+from proxy.serving.images import Images
 from proxy.serving.incoming import IncomingCalls
 from proxy.serving.ownership import Deliveries, Ownership
 from proxy.serving.provider_tools import ProviderTools
@@ -56,14 +57,16 @@ class Process:
         store = faulty(self.store, self.gates)
         self.ownership, self.deliveries = Ownership(store), Deliveries(store)
         self.sessions = Sessions(store, SessionsConfig(), Profiles({}))
+        router = Router([GatedEngine(rendering, self.gates)])
         backend = Backend(
             store,
-            Router([GatedEngine(rendering, self.gates)]),
+            router,
             rendering,
             Metrics(),
             self.ownership,
             self.deliveries,
             ProviderTools(ToolsConfig(), store),
+            Images(store, router, rendering),
             context_tokens=None,
             call_timeout_s=60.0,
         )

@@ -88,6 +88,7 @@ export const CAUSES = {
   text_dropped: "The recorded answer came back without the text next to its tool calls.",
   white_space: "The recorded answer came back with different white space.",
   tools_changed: "The agent’s tools differ from those of the recorded request.",
+  image_changed: "A recorded message came back with another image.",
   system_changed: "The system messages differ from those of the recorded request.",
   reasoning_dropped: "Sampled reasoning is missing.",
   reasoning_changed: "Sampled reasoning came back changed.",
