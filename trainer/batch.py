@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -28,8 +28,10 @@ from agent_loop import kept_tokens
 from agent_loop.kept_tokens import KeptTokens
 from agent_loop.records import Group, Rollout, Segment, Trajectory
 from agent_loop.trajectory import flatten
-from proxy.records import Ids
+from proxy.errors import ImageError
+from proxy.records import Ids, ImageSpan
 from proxy.records.expert_rows import Routing
+from proxy.records.images import check_images
 from trainer.errors import TrainingError
 
 Column = npt.NDArray[Any]
@@ -123,7 +125,8 @@ class Batch:
     """`[R]` float32, the part of the rewards that their turns share: all but what belongs to single
     turns (`Rollout.reward_of_turns`)."""
     sequences: tuple[Ids, ...]
-    """`[S]` arrays of token ids: the whole sequences, both prompt and sampled tokens."""
+    """`[S]` arrays of token ids: the whole sequences, both prompt and sampled tokens. Those of
+    images are below 0 (`proxy.records.images`)."""
     sequence_rollout: Tensor
     """`[S]` int64, index of the sequence's rollout. A rollout without a sequence is not trained;
     others are compared with it."""
@@ -155,6 +158,10 @@ class Batch:
     routing: tuple[Routing | None, ...] = ()
     """`[S]`, the experts that the engine's router chose for the tokens of each sequence; empty: no
     sequence has any."""
+    images: tuple[tuple[ImageSpan, ...], ...] = ()
+    """`[S]`, the images in each sequence, in order; empty: no sequence has any."""
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """The bytes of the images by their sha256, as the agents sent them."""
     sources: tuple[Source, ...] = ()
     """`[R]`, for text to imitate: where the tokens of each rollout come from. Empty: the policy of
     this run sampled all of them."""
@@ -210,6 +217,10 @@ class Batch:
         if self.stale is None:
             return self.rollout_tokens
         return self.rollout_tokens.index_add(0, self.stale.rollout, self.stale.tokens.float())
+
+    def images_of(self, sequence: int) -> tuple[ImageSpan, ...]:
+        """The images in the sequence with this index."""
+        return self.images[sequence] if self.images else ()
 
     def name(self, token: int) -> str:
         """The trial and the turn of the trained token with index `token`, for error messages."""
@@ -282,6 +293,7 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
     """The batch of these rollouts, each with the index of its group."""
     sequences: list[Ids] = []
     routing: list[Routing | None] = []
+    images: list[tuple[ImageSpan, ...]] = []
     sequence_rollout: list[int] = []
     columns: list[tuple[Column, ...]] = []
     kept: list[tuple[int, KeptTokens | None]] = []
@@ -290,6 +302,7 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
             columns.append((np.full(len(fields[0]), len(sequences)), *fields))
             sequences.append(path.ids)
             routing.append(path.routing)
+            images.append(path.images)
             kept.append((len(fields[0]), None if path.kept is None else path.kept[path.mask]))
             sequence_rollout.append(index)
     merged = [np.concatenate(column) for column in zip(*columns, strict=True)] or [np.zeros(0)] * 8
@@ -302,6 +315,7 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
         trial_rewards=_float([(r.reward or 0.0) - r.reward_of_turns for _, r in rollouts]),
         sequences=tuple(sequences),
         routing=tuple(routing) if any(each is not None for each in routing) else (),
+        images=tuple(images) if any(images) else (),
         sequence_rollout=_int(sequence_rollout),
         sequence=_int(sequence),
         position=_int(position),
@@ -378,6 +392,12 @@ def _check(rollout: Rollout, index: int, segment: Segment) -> None:
         raise ValueError(f"{where}: lengths differ: {lengths}")
     if segment.parent >= index:
         raise ValueError(f"{where}: parent {segment.parent} does not come before it")
+    try:
+        check_images(segment.ids, segment.images)
+    except ImageError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if (segment.mask & (segment.ids < 0)).any():
+        raise ValueError(f"{where}: tokens of an image are marked as sampled")
     bad = np.flatnonzero(segment.mask & ~np.isfinite(segment.logprobs))
     if len(bad):
         turn = int(segment.turns[bad[0]])
@@ -433,6 +453,8 @@ def part_of(batch: Batch, sequences: Iterable[int]) -> BatchPart:
             trial_rewards=batch.trial_rewards[rollouts],
             sequences=_chosen(batch.sequences, chosen),
             routing=_chosen(batch.routing, chosen),
+            images=(images := _chosen(batch.images, chosen)),
+            pictures=_pictures(batch, images),
             sequence_rollout=owners,
             sequence=torch.searchsorted(chosen, batch.sequence[tokens]),
             position=batch.position[tokens],
@@ -453,6 +475,12 @@ def part_of(batch: Batch, sequences: Iterable[int]) -> BatchPart:
         ),
         tokens,
     )
+
+
+def _pictures(batch: Batch, images: Iterable[Iterable[ImageSpan]]) -> dict[str, bytes]:
+    """The bytes of these images, as far as the batch has them."""
+    named = {image.sha256 for own in images for image in own}
+    return {sha256: batch.pictures[sha256] for sha256 in named & batch.pictures.keys()}
 
 
 def part_in_micro_batches(batch: Batch, micro_batches: Sequence[RowPlan]) -> BatchPart:

@@ -80,6 +80,7 @@ class TrainerConfig(ProcessesConfig):
             self._groups_of_ranks_are_whole(),
             self._optimizers_have_the_weights_type(),
             self._divided_models_are_supported(),
+            self._images_are_supported(),
             self._weights_can_travel(),
             self._sleepers_are_idle(),
             self._pairs_share(),
@@ -217,6 +218,7 @@ class TrainerConfig(ProcessesConfig):
             f"trainer.context_parallel={context}": context > 1,
             f"trainer.weight_copies={self.trainer.weight_copies}": self.trainer.weight_copies > 1,
             "model.lora": model.lora is not None,
+            f"model.vision={model.vision}": model.vision != "text",
             f"model.router_replay={model.router_replay}": model.router_replay != "off",
             f"model.router_aux_loss={model.router_aux_loss}": model.router_aux_loss > 0,
             "algorithm.critic": self.algorithm.critic is not None,
@@ -231,6 +233,23 @@ class TrainerConfig(ProcessesConfig):
                 "trainer.expert_parallel: not supported with trainer.tensor_parallel; use "
                 "trainer.pipeline_parallel to hold fewer layers on a rank"
             )
+
+    def _images_are_supported(self) -> Iterator[str]:
+        model, teacher = self.model, self.algorithm.distillation
+        if model.vision == "text":
+            return
+        unsupported = {
+            f"trainer.ranks={self.trainer.ranks}": (
+                model.vision == "trained" and self.trainer.ranks > 1
+            ),
+            f"model.router_replay={model.router_replay}": model.router_replay != "off",
+            f"model.router_aux_loss={model.router_aux_loss}": model.router_aux_loss > 0,
+            "algorithm.distillation.teacher (an engine)": (
+                teacher is not None and teacher.engine_url is not None
+            ),
+        }
+        for key in (key for key, is_set in unsupported.items() if is_set):
+            yield f"model.vision={model.vision}: not supported with {key}; remove one of them"
 
     def _parallel_keys(self) -> dict[str, int]:
         """The keys by which ranks divide a micro-batch, as far as they are set."""

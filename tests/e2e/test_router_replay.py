@@ -44,9 +44,7 @@ TURNS = 3
 
 
 def policy_of(model: Path, dtype: Literal["float32", "bfloat16"]) -> Policy:
-    config = ModelConfig(
-        path=model, compute_dtype=dtype, router_replay="replay", router_compared=1000
-    )
+    config = ModelConfig(path=model, compute_dtype=dtype, router_replay="replay")
     return Policy(config, OptimizerConfig())
 
 

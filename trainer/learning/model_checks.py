@@ -15,6 +15,7 @@ from trainer.algorithms import AlgorithmConfig
 from trainer.errors import ConfigError, WeightSyncError
 from trainer.policy.model_config import ModelConfig, load_settings
 from trainer.policy.parallelism import Parallelism, check_divided, check_heads
+from trainer.policy.towers import check_reads
 from trainer.weight_sync.control import EngineControl
 
 TEACHER_KEY = "algorithm.distillation.teacher"
@@ -38,6 +39,8 @@ def check_models(
     divided = parallelism or Parallelism()
     ours = _vocabulary(model.path, "model.path", divided)
     others: dict[str, Path] = {}
+    if model.vision != "text":
+        check_reads(load_settings(model.path), model.path)
     if algorithm.critic is not None and algorithm.critic.path is not None:
         _vocabulary(algorithm.critic.path, "algorithm.critic.path", divided)
     if algorithm.kl is not None and algorithm.kl.reference is not None:

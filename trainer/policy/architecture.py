@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 from trainer.errors import ConfigError
+from trainer.policy.towers import READERS
 
 _LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
 """Kinds of layers (`layer_types`) that can be computed over packed rows."""
@@ -54,10 +55,11 @@ def check_settings(settings: Any, path: Path, key: str) -> None:
 
 
 def _has_causal_model(settings: Any) -> bool:
-    """Whether transformers has a causal language model for these settings. The names of its
+    """Whether transformers has a causal language model for these settings, or one whose tower can
+    be left out. The names of its
     classes are known before any of them is loaded, which takes a second of processor time."""
     names = {name for name in settings.architectures or () if name.endswith("ForCausalLM")}
-    if not names.isdisjoint(transformers.__all__):
+    if not names.isdisjoint(transformers.__all__) or settings.model_type in READERS:
         return True
     mapping = transformers.AutoModelForCausalLM._model_mapping
     return mapping.get(type(settings), None) is not None

@@ -55,7 +55,7 @@ class ContextRanks:
         own = (micro.predictors // count == self.rank).nonzero()[:, 0]
         return MicroBatchPart(
             ids=held(micro.ids),
-            positions=held(micro.positions),
+            positions=held(micro.positions.movedim(-1, 0)).movedim(0, -1),
             layout=SharedLayout(
                 micro.layout.ends,
                 micro.layout.longest,
@@ -68,6 +68,7 @@ class ContextRanks:
             experts=None if micro.experts is None else held(micro.experts, fill=-1),
             share=micro.share,
             reads_only=micro.reads_only,
+            images=micro.images and micro.images.within(start, start + count),
             own=own,
         )
 

@@ -22,6 +22,7 @@ from trainer.optimizer import Stepper, Unread
 from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.context_parallel import of_whole
+from trainer.policy.image_reader import reader_of
 from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.model import blocks, load_model
 from trainer.policy.model_config import DTYPES, ModelConfig
@@ -47,8 +48,7 @@ class ValueModel(nn.Module):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """The value of each target of the micro-batch, `[M]` float32."""
-        decoder = self.model.get_decoder()
-        hidden = last_hidden(decoder, micro, self.compute_dtype, offload=self.offload)
+        hidden = last_hidden(self.model, micro, self.compute_dtype, offload=self.offload)
         values: Tensor = self.head(hidden[micro.predictors].to(self.head.weight.dtype))
         # a sum over one element, because FSDP2 refuses a view
         return of_whole(micro, values.float().sum(-1))
@@ -72,9 +72,11 @@ class Critic:
         ranks: Ranks | None = None,
         total_steps: int | None = None,
     ) -> None:
-        """Settings of adapters and of routers are ignored: all weights of the critic are trained
-        by its own loss, and it routes by itself."""
+        """Settings of adapters and of routers are ignored: all weights of the critic but those of a
+        tower are trained by its own loss, and it routes by itself."""
         ignored = {"lora": None, "router_replay": "off", "router_aux_loss": 0.0}
+        if config.vision == "trained":
+            ignored["vision"] = "frozen"
         self.config = config.model_copy(update=ignored)
         self.ranks = ranks or Ranks()
         self.device = torch.device(device)
@@ -85,7 +87,9 @@ class Critic:
         if self.ranks.mesh is None:  # else each layer is moved when it is sharded
             self.module = self.module.to(self.device)
         model.get_output_embeddings().requires_grad_(model.config.tie_word_embeddings)
-        self.ranks.shard(self.module, blocks(model), self.module.compute_dtype)
+        reader = reader_of(model)
+        tower = None if reader is None else reader.tower
+        self.ranks.shard(self.module, blocks(model), self.module.compute_dtype, tower)
         if config.compiles and self.device.type == "cuda":
             compile_layers(blocks(model))
         self.stepper = Stepper(self.module, optimizer, total_steps)

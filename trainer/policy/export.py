@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.errors import ConfigError
+from trainer.policy.image_reader import reader_of
 from trainer.policy.loading import layer_of, names_in_source
 
 Read = Callable[[Tensor], Tensor]
@@ -107,6 +108,9 @@ def _adapter_dtype(module: Any) -> torch.dtype:
 def _saved(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and persistent buffer once, in the order of the modules."""
     seen: set[Tensor] = set()
+    reader = reader_of(model)
+    if reader is not None and not reader.trained:  # its weights stay those of the checkpoint
+        seen.update(reader.tower.parameters(), reader.tower.buffers())
     for prefix, module in model.named_modules():
         buffers = (
             (name, buffer)

@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from trainer.errors import ConfigError
+from trainer.policy.towers import drop_tower, has_causal_class
 
 Place = Callable[[nn.Module], None]
 """Shards a layer in place, so that this process keeps only its part of the layer's weights."""
@@ -53,11 +54,12 @@ def load_weights(
     place: Place | None = None,
     prepare: Callable[[Any], None] | None = None,
     without_head: bool = False,
+    with_tower: bool = False,
 ) -> Any:
     """The causal model of the checkpoint. With `place`, each decoder layer is read, placed, and
     only then the next one is read; a checkpoint that is not in safetensors is read at once.
     `prepare` gets the model before its first layer is read, while its tensors have no memory; it
-    is not called for a checkpoint that is read at once.
+    is not called for a checkpoint that is read at once. `with_tower`: the class that reads images.
 
     Raises ConfigError if the checkpoint lacks weights of the model (`without_head`: those of the
     output layer may be missing), or has them in another shape.
@@ -65,7 +67,11 @@ def load_weights(
     with ExitStack() as stack:
         if place is not None:
             stack.enter_context(_layer_by_layer(place, prepare))
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        whole = with_tower or not has_causal_class(settings)
+        auto: Any = transformers.AutoModelForCausalLM
+        if whole:
+            auto = transformers.AutoModelForImageTextToText
+        model, info = auto.from_pretrained(
             path,
             config=settings,
             dtype=dtype,
@@ -88,6 +94,8 @@ def load_weights(
             f"{path}: {name} has the shape {list(found)}, but its config.json says "
             f"{list(expected)}; use a checkpoint whose config.json fits its weights"
         )
+    if whole and not with_tower:
+        drop_tower(model)
     model._names_in_source = _names(path)
     return model
 

@@ -9,7 +9,6 @@ Shapes: `T` tokens of a micro-batch, `V` vocabulary, `D` hidden size.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Hashable, Sequence
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -34,6 +32,7 @@ from trainer.policy.rank_memory import RankMemory
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
 from trainer.policy.token_logprobs import LOGIT_COPIES, chunk_rows
+from trainer.policy.towers import text_model
 from trainer.rows.kept import Kept, Piece
 from trainer.rows.packing import Layout, MicroBatch
 
@@ -160,7 +159,7 @@ class _Settings:
 def _without_memory(given: _Settings) -> Any:
     """The model of these settings, whose weights have shapes only."""
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(given.settings))
+        model = text_model(given.settings)
         model.tie_weights()  # not done without initialisation
     return model
 
@@ -259,9 +258,7 @@ def _entered(settings: Any) -> float:
         getattr(layout, part)
     micro = MicroBatch(at * 0, at, layout, none, none)
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights(), torch.no_grad():
-        network = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(settings), dtype=torch.bfloat16
-        )
+        network = text_model(settings, dtype=torch.bfloat16)
         use_packed_rows(network)
         CausalScorer(network.eval(), torch.bfloat16)(micro, none, 1.0)
     return sum(counter.elements) / KEPT_TOKENS
@@ -375,9 +372,7 @@ def _saved(settings: Any, model: ModelConfig, micro: MicroBatch, kernels: bool) 
         bounds.append(len(kept))
 
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        network = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(settings), dtype=stored
-        )
+        network = text_model(settings, dtype=stored)
         use_packed_rows(network)
         if kernels and has_delta_layers(network):
             kernel = load_extra("trainer.extras.hybrids.delta_memory:KernelShapes")()

@@ -19,6 +19,7 @@ from trainer.errors import ConfigError
 from trainer.policy.adapter import EarlyAdapters, check_adapter
 from trainer.policy.architecture import check_model, without_noise
 from trainer.policy.cpu_linear import use_wide_products
+from trainer.policy.image_reader import add_reader, reader_of
 from trainer.policy.loading import Place, load_weights
 from trainer.policy.model_config import (
     DTYPES,
@@ -30,6 +31,7 @@ from trainer.policy.model_config import (
 )
 from trainer.policy.proof import prove
 from trainer.policy.scorer import use_packed_rows
+from trainer.policy.towers import check_reads
 
 
 def load_model(
@@ -49,6 +51,8 @@ def load_model(
     or if the architecture's forward pass cannot be reproduced exactly.
     """
     settings = without_noise(load_settings(config.path))
+    if config.vision != "text":
+        check_reads(settings, config.path)
     problem = prove(settings, config.path)
     replays = config.router_replay == "replay" and trainable
     if replays:
@@ -73,11 +77,14 @@ def load_model(
         place=None if place is None else placed,
         prepare=None if adapters is None else adapters.prepare,
         without_head=without_head,
+        with_tower=config.vision != "text",
     )
     if place is not None and trainable and lora is None:
         _check_one_type(model, config)
+    if config.vision != "text":
+        _read_images(model, config, trainable=trainable)
     check_model(model, config.path)
-    use_packed_rows(model)
+    use_packed_rows(model if config.vision == "text" else model.get_decoder())
     use_wide_products(model)
     if replays:
         load_extra("trainer.extras.experts.router_replay:replay_routing")(model)
@@ -87,7 +94,18 @@ def load_model(
         model = _add_lora(lora, model) if adapters is None else adapters.complete(model)
         check_adapter(model, merged=lora.update == "merged")
     model.pieces_problem = problem
-    return model.requires_grad_(False) if not trainable else model
+    if not trainable:
+        model.requires_grad_(False)
+    return model
+
+
+def _read_images(model: Any, config: ModelConfig, *, trainable: bool) -> None:
+    """Gives the model its reader; a frozen tower has the compute type, as the engine's."""
+    dtype = DTYPES[config.compute_dtype]
+    trained = trainable and config.vision == "trained"
+    add_reader(model, config.path, dtype, trained=trained)
+    if not trained:
+        model.image_reader.tower.to(dtype).requires_grad_(False)
 
 
 def pieces_problem(model: Any) -> str:
@@ -131,6 +149,7 @@ def _add_lora(lora: LoraSettings, model: Any) -> Any:
     targets = lora.target_modules
     config = LoraConfig(
         r=lora.rank,
+        exclude_modules=_tower_modules(model),
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
         target_modules=targets if isinstance(targets, str) else list(targets),
@@ -139,6 +158,15 @@ def _add_lora(lora: LoraSettings, model: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())
         return get_peft_model(model, config)
+
+
+def _tower_modules(model: Any) -> str | None:
+    """A pattern of the names of the tower's modules, which get no adapter."""
+    reader = reader_of(model)
+    if reader is None:
+        return None
+    name = next(name for name, module in model.named_modules() if module is reader.tower)
+    return rf"{re.escape(name)}\..*"
 
 
 def _check_targets(model: Any, lora: LoraSettings) -> None:

@@ -96,13 +96,14 @@ class ModelConfig(BaseModel):
     it when it sampled or read it, weighted by its own router (R3, arXiv 2510.11370), which
     removes the differences of the two routers. The engines and sessions of the run then record
     them (docs/models.md)."""
-    router_compared: int = Field(1, ge=0)
-    """With `router_replay`: number of micro-batches per step and rank that are computed with and
-    without it, to log the difference to the engine both ways. Each costs two forward passes."""
     router_aux_loss: float = Field(0.0, ge=0)
     """Mixture of experts: factor of the auxiliary loss that balances the load of the experts
     (`router_aux_loss_coef` of `config.json`, often 0.001). It is computed by transformers'
     own function over all tokens of a micro-batch, also those of prompts. 0: no such loss."""
+    vision: Common[Literal["text", "frozen", "trained"]] = "text"
+    """What is trained of a model that reads images: `text`, it is trained as a text model, and a
+    rollout with images ends the run; `frozen`, its tower reads images and is not trained;
+    `trained`, the tower is trained with the rest."""
     lora: LoraSettings | None = None
 
     @model_validator(mode="after")

@@ -165,16 +165,20 @@ class Ranks:
         return None if self.mesh is None else partial(self._shard, compute_dtype=compute_dtype)
 
     def shard(
-        self, root: nn.Module, blocks: Sequence[nn.Module], compute_dtype: torch.dtype
+        self,
+        root: nn.Module,
+        blocks: Sequence[nn.Module],
+        compute_dtype: torch.dtype,
+        whole: nn.Module | None = None,
     ) -> None:
         """Applies FSDP2 to `root`; each of its `blocks`, if it is not sharded already, is gathered
-        only while it computes."""
+        only while it computes. `whole`: a part that is not trained, which each rank keeps whole."""
         if self.mesh is None:
             return
         for block in blocks:
             if not isinstance(block, FSDPModule):
                 self._shard(block, compute_dtype=compute_dtype)
-        self._shard(root, compute_dtype=compute_dtype)
+        self._shard(root, compute_dtype=compute_dtype, whole=whole)
         device = torch.device(self.mesh.device_type)
         for module in root.modules():  # buffers that were created after a layer was sharded
             for name, buffer in module.named_buffers(recurse=False):
@@ -182,7 +186,9 @@ class Ranks:
                     name, buffer.to(device), name not in module._non_persistent_buffers_set
                 )
 
-    def _shard(self, module: nn.Module, *, compute_dtype: torch.dtype) -> None:
+    def _shard(
+        self, module: nn.Module, *, compute_dtype: torch.dtype, whole: nn.Module | None = None
+    ) -> None:
         assert self.mesh is not None
         low = None if compute_dtype == torch.float32 else compute_dtype
         # Casting the inputs of each layer would copy the layout in them, and what pieces of a tree
@@ -190,4 +196,6 @@ class Ranks:
         precision = MixedPrecisionPolicy(
             param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        fully_shard(module, mesh=self.sharding or self.mesh, mp_policy=precision)
+        kept = None if whole is None else set(whole.to(self.mesh.device_type).parameters())
+        mesh = self.sharding or self.mesh
+        fully_shard(module, mesh=mesh, mp_policy=precision, ignored_params=kept)

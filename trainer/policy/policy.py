@@ -30,6 +30,7 @@ from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.export import check_names, checkpoint_shapes, checkpoint_tensors
 from trainer.policy.flops import multiplied_weights
+from trainer.policy.image_reader import check_batch, positions_of, reader_of
 from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.model import blocks, context_tokens, load_model, pieces_problem, vocabulary
 from trainer.policy.model_config import DTYPES, ModelConfig
@@ -91,7 +92,9 @@ class Policy:
         dtype = DTYPES[config.compute_dtype]
         fused = config.compiles and self.device.type == "cuda"
         self.scorer = CausalScorer(self.model, dtype, balance=balance, offload=offload, fused=fused)
-        self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype)
+        reader = reader_of(self.model)
+        tower = None if reader is None else reader.tower
+        self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype, tower)
         if fused:
             compile_layers(blocks(self.model))
         self._stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
@@ -149,12 +152,12 @@ class Policy:
 
     @torch.no_grad()
     def compare_routing(self, batch: Batch, *, temperature: float) -> Metrics:
-        """The mean |Δ log p| to the engine on the tokens of some micro-batches, with the engine's
-        routing and with the policy's own."""
+        """The mean |Δ log p| to the engine on the tokens of each rank's first micro-batch, with the
+        engine's routing and with the policy's own."""
         self.scorer.eval()
         sums = {"tokens": 0.0, "replayed": 0.0, "routed": 0.0}
         for name in ("replayed", "routed"):
-            for micro in islice(in_reading_order(self.pack(batch)), self.config.router_compared):
+            for micro in islice(in_reading_order(self.pack(batch)), 1):
                 way = micro if name == "replayed" else replace(micro, experts=None)
                 scored = self._score(way, batch, temperature, entropy_grad=False)
                 recorded = batch.logprobs[micro.targets]
@@ -243,7 +246,13 @@ class Policy:
         Raises GradientError if the gradient is not finite, and TrainingError, which names the
         rollout and the turn, if a loss is not; the weights are unchanged then.
         """
-        return self.stepper.step(late)
+        reader = reader_of(self.model)
+        if reader is None or not reader.trained:
+            return self.stepper.step(late)
+        reader.backward()
+        metrics = self.stepper.step(late)
+        reader.forget()
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and schedule, for torch's DCP. Raises TrainingError for a frozen
@@ -253,6 +262,8 @@ class Policy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what `state_dict` returned."""
         self.stepper.load_state_dict(state)
+        if (reader := reader_of(self.model)) is not None:
+            reader.forget()
 
     def named_hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """`(name, tensor)` as in the checkpoint at `config.path`: weights and buffers, under its
@@ -301,7 +312,9 @@ def pack_for(
     divided: Iterable[RowPlan] = batch.micro_batches
     if not batch.micro_batches or sequences is not None:
         divided = _divided(model, config, Ranks(), batch, sequences, in_pieces)
-    return lay_out(batch, divided, prefix_bytes=config.prefix_bytes)
+    if (reader := reader_of(model)) is not None:
+        reader.read(batch)
+    return lay_out(batch, divided, prefix_bytes=config.prefix_bytes, positions=positions_of(model))
 
 
 def parts_for(
@@ -331,10 +344,11 @@ def _divided(
 ) -> list[RowPlan]:
     """The batch's micro-batches, whose number is a multiple of the number of groups of ranks.
 
-    Raises TrainingError for a rollout that is longer than the model's context or has a token
-    outside the model's vocabulary.
+    Raises TrainingError for a rollout that is longer than the model's context, has a token outside
+    the model's vocabulary, or has images that the model does not read.
     """
     limit, size = context_tokens(model), vocabulary(model)
+    check_batch(model, batch)
     for index, ids in enumerate(batch.sequences):
         if len(ids) and int(ids.max()) >= size:
             trial = batch.trial_ids[int(batch.sequence_rollout[index])]

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from trainer.batch import Batch, build_batch
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import VOCABULARY
+from trainer.policy.towers import text_model
 from trainer.rows.packing import pack
 from trainer.rows.prefix_tree import divide, lay_out
 
@@ -277,9 +277,7 @@ def _own_randomness() -> Iterator[None]:
 
 
 def _random_model(small: Any) -> Any:
-    model = transformers.AutoModelForCausalLM.from_config(
-        small, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = text_model(small, dtype=torch.float32, attn_implementation="eager")
     randomize(model)
     return model
 

@@ -22,6 +22,7 @@ from trainer.policy.attention import packed_attention
 from trainer.policy.compiled_layers import outside_graphs
 from trainer.policy.context_parallel import of_part, of_whole
 from trainer.policy.delta_layers import has_delta_layers
+from trainer.policy.image_reader import reader_of
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
 from trainer.rows.packing import MicroBatch
 
@@ -90,9 +91,8 @@ class CausalScorer(nn.Module):
         these tokens alone, as in `Batch.kept`."""
         balance = self.balance if self.training else None
         replayed = {} if micro.experts is None else {EXPERTS_ARGUMENT: micro.experts}
-        decoder = self.model.get_decoder()
         with kept_on_host(micro.ids.device) if self.offload else nullcontext():
-            output = _decode(decoder, micro, self.compute_dtype, **replayed)
+            output = _decode(self.model, micro, self.compute_dtype, **replayed)
         rows = output.last_hidden_state[0][micro.predictors].to(self.compute_dtype)
         head = output_layer(self.model)
         own = of_part(micro, ids)
@@ -110,11 +110,11 @@ class CausalScorer(nn.Module):
 
 
 def last_hidden(
-    decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype, *, offload: bool = False
+    model: Any, micro: MicroBatch, compute_dtype: torch.dtype, *, offload: bool = False
 ) -> Tensor:
-    """The last hidden states of a packed row, `[T, D]`, or of the tokens of a part of it."""
+    """The decoder's last hidden states of a packed row, `[T, D]`, or of the tokens of a part."""
     with kept_on_host(micro.ids.device) if offload else nullcontext():
-        hidden: Tensor = _decode(decoder, micro, compute_dtype).last_hidden_state[0]
+        hidden: Tensor = _decode(model, micro, compute_dtype).last_hidden_state[0]
     return hidden
 
 
@@ -124,14 +124,16 @@ def kept_on_host(device: torch.device) -> AbstractContextManager[Any]:
     return save_on_cpu(pin_memory=device.type == "cuda")
 
 
-def _decode(
-    decoder: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype, **arguments: Any
-) -> Any:
-    device = micro.ids.device.type
+def _decode(model: Any, micro: MicroBatch, compute_dtype: torch.dtype, **arguments: Any) -> Any:
+    device, reader = micro.ids.device.type, reader_of(model)
     with torch.autocast(device, compute_dtype, enabled=compute_dtype != torch.float32):
-        return decoder(
-            input_ids=micro.ids[None],
-            position_ids=micro.positions[None],
+        given = {"input_ids": micro.ids[None]}
+        if reader is not None and micro.images is not None:
+            given = reader.inputs(micro)
+        return model.get_decoder()(
+            **given,
+            # [1, T], or [3, 1, T]
+            position_ids=micro.positions.unsqueeze(-2),
             layout=micro.layout,
             use_cache=False,
             **arguments,

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers.initialization import no_init_weights
+
+from trainer.policy.towers import text_model
 
 VOCABULARY = 128
 WINDOW = 5
@@ -116,7 +117,7 @@ def _cut(small: Any, depth: int) -> None:
 def layer_kinds(small: Any) -> list[tuple[Any, ...]]:
     """What the code of each layer depends on: its modules, and their settings except its index."""
     with torch.device("meta"), no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(small))
+        model = text_model(small)
     return [_kind(layer) for layer in model.get_decoder().layers]
 
 

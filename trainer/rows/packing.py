@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Self
@@ -23,12 +23,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from proxy.records import Ids
+from proxy.records import Ids, ImageSpan
+from proxy.records.images import uncut
 from trainer.batch import Batch, RowPlan, Unit
+from trainer.rows.images import ImagePlaces, RowImages
 from trainer.rows.kept import Piece
 from trainer.transfers import sent
 
 Counts = npt.NDArray[np.int64]
+Positions = Callable[[int, Sequence[ImageSpan]], Counts]
+"""The positions of a sequence of so many tokens with these images, `[L]` or `[3, L]`."""
 Run = tuple[int, int, int]
 """`(start, stop, end)`: all tokens from `start` to before `end` attend to the tokens of the range
 `[start, stop)` that are not after them."""
@@ -137,6 +141,11 @@ class Layout:
         return None if window is None or window >= self.longest else window
 
 
+def counted(tokens: int, _images: Sequence[ImageSpan] = ()) -> Counts:
+    """The positions of text: each token's number in its sequence."""
+    return np.arange(tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One row of packed sequences, and the tokens that are predicted in it.
@@ -147,9 +156,10 @@ class MicroBatch:
     """
 
     ids: Tensor
-    """`[T]` int64, token ids."""
+    """`[T]` int64, token ids; below 0 for those of images."""
     positions: Tensor
-    """`[T]` int64, each token's position in its own sequence."""
+    """`[T]` int64, each token's position in its own sequence; `[3, T]` (time, row, column) for a
+    model whose images have places in three dimensions."""
     layout: Layout
     """Which tokens attend to which."""
     targets: Tensor
@@ -163,6 +173,8 @@ class MicroBatch:
     """The share of its input tokens among those of all micro-batches that were packed with it."""
     reads_only: bool = False
     """Whether the pass computes only what later ones attend to; it trains no token."""
+    images: RowImages | None = None
+    """Its image tokens; None: it is text alone."""
 
     @property
     def piece(self) -> Piece | None:
@@ -179,6 +191,7 @@ class MicroBatch:
             targets=sent(self.targets, device),
             predictors=sent(self.predictors, device),
             experts=None if self.experts is None else sent(self.experts, device),
+            images=None if self.images is None else self.images.to(device),
         )
 
 
@@ -190,6 +203,7 @@ def pack(
     share_prefixes: bool = False,
     sequences: Iterable[int] | None = None,
     multiple_of: int = 1,
+    positions: Positions = counted,
 ) -> list[MicroBatch]:
     """The batch (or the `sequences` with these indices) as micro-batches, as `divide` divides
     it."""
@@ -201,7 +215,7 @@ def pack(
         sequences=sequences,
         multiple_of=multiple_of,
     )
-    return lay_out(batch, divided)
+    return lay_out(batch, divided, positions)
 
 
 def divide(
@@ -231,10 +245,12 @@ def divide(
     return [RowPlan(tuple(bin_), sum(unit.tokens for unit in bin_) / total) for bin_ in bins]
 
 
-def lay_out(batch: Batch, divided: Iterable[RowPlan]) -> list[MicroBatch]:
+def lay_out(
+    batch: Batch, divided: Iterable[RowPlan], positions: Positions = counted
+) -> list[MicroBatch]:
     """The micro-batches with these plans, in the same order."""
     bounds = torch.searchsorted(batch.sequence, torch.arange(len(batch.sequences) + 1))
-    return [_laid_out(batch, row, bounds) for row in divided]
+    return [_laid_out(batch, row, bounds, positions) for row in divided]
 
 
 def _shared_units(batch: Batch, chosen: Iterable[int], max_tokens: int) -> list[Unit]:
@@ -251,7 +267,7 @@ def _shared_units(batch: Batch, chosen: Iterable[int], max_tokens: int) -> list[
         group.sort(key=lambda index: batch.sequences[index].astype(">i4").tobytes())
         walk = [batch.sequences[index] for index in group]
         lengths = np.array([len(ids) for ids in walk])
-        shared = np.array([0, *(common_prefix(a, b) for a, b in pairwise(walk))])
+        shared = np.array([0, *(shared_tokens(batch, a, b) for a, b in pairwise(group))])
         for start, stop, tokens in cut(lengths, shared, max_tokens):
             units.append(Unit(tuple(group[start:stop]), tokens))
     return units
@@ -305,27 +321,30 @@ def _balance(units: Sequence[Unit], full_tokens: int, multiple_of: int) -> list[
         count += 1
 
 
-def _laid_out(batch: Batch, row: RowPlan, bounds: Tensor) -> MicroBatch:
+def _laid_out(batch: Batch, row: RowPlan, bounds: Tensor, positions_of: Positions) -> MicroBatch:
     units = row.units
     if not units:  # models refuse 0 tokens, so the row holds one token that predicts nothing
         one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         return MicroBatch(one, one, Layout(one + 1, longest=1), none, none, share=0.0)
     ids: list[Ids] = []
-    positions, targets, predictors = ([np.zeros(0, np.int64)] for _ in range(3))
+    positions: list[Counts] = []
+    targets, predictors = ([np.zeros(0, np.int64)] for _ in range(2))
     ends = np.empty(sum(unit.tokens for unit in units), np.int64)
     experts = _no_experts(batch, units, len(ends))
+    places = ImagePlaces(len(ends))
     used = 0
     for unit in units:
-        previous = np.zeros(0, np.int32)
+        previous: int | None = None
         path = np.zeros(0, np.int64)  # index in [T] of each token of the current sequence
         for index in unit.sequences:
-            sequence = batch.sequences[index]
-            shared = common_prefix(previous, sequence)
+            sequence, images = batch.sequences[index], batch.images_of(index)
+            shared = shared_tokens(batch, previous, index)
             fresh = np.arange(used, used + len(sequence) - shared)
             ends[path[shared:]] = used
             path = np.concatenate([path[:shared], fresh])
             ids.append(sequence[shared:])
-            positions.append(np.arange(shared, len(sequence)))
+            positions.append(positions_of(len(sequence), images)[..., shared:])
+            places.add(path, images, shared)
             trained = slice(int(bounds[index]), int(bounds[index + 1]))
             targets.append(np.arange(trained.start, trained.stop))
             predictors.append(path[batch.position[trained].numpy() - 1])
@@ -334,19 +353,21 @@ def _laid_out(batch: Batch, row: RowPlan, bounds: Tensor) -> MicroBatch:
                 new = routing.known & (experts[path, 0, 0] < 0)
                 experts[path[new]] = routing.experts[new]
             used += len(fresh)
-            previous = sequence
+            previous = index
         ends[path] = used
+    merged_ids = np.concatenate(ids).astype(np.int64)
     merged_targets = np.concatenate(targets)
     order = np.argsort(merged_targets, kind="stable")
     longest = max(len(batch.sequences[index]) for unit in units for index in unit.sequences)
     return MicroBatch(
-        ids=torch.as_tensor(np.concatenate(ids).astype(np.int64)),
-        positions=torch.as_tensor(np.concatenate(positions)),
+        ids=torch.as_tensor(merged_ids),
+        positions=torch.as_tensor(np.concatenate(positions, axis=-1)),
         layout=Layout(torch.as_tensor(ends), longest),
         targets=torch.as_tensor(merged_targets[order]),
         predictors=torch.as_tensor(np.concatenate(predictors)[order]),
         experts=None if experts is None else torch.as_tensor(experts),
         share=row.share,
+        images=places.row(merged_ids),
     )
 
 
@@ -357,6 +378,15 @@ def _no_experts(batch: Batch, units: Sequence[Unit], tokens: int) -> npt.NDArray
     if some is None:
         return None
     return np.full((tokens, *some.experts.shape[1:]), -1, np.int32)
+
+
+def shared_tokens(batch: Batch, first: int | None, second: int) -> int:
+    """Number of tokens in the common prefix of two sequences of the batch, which cuts no image; 0
+    without a first."""
+    if first is None:
+        return 0
+    shared = common_prefix(batch.sequences[first], batch.sequences[second])
+    return uncut(batch.images_of(second), shared)
 
 
 def common_prefix(a: Ids, b: Ids) -> int:

@@ -30,8 +30,9 @@ import numpy.typing as npt
 import torch
 
 from trainer.batch import Batch, PiecePlan, RowPlan, Unit
+from trainer.rows.images import ImagePlaces
 from trainer.rows.kept import Kept, Piece
-from trainer.rows.packing import Layout, MicroBatch, common_prefix
+from trainer.rows.packing import Layout, MicroBatch, Positions, counted, shared_tokens
 from trainer.rows.packing import divide as divide_whole
 from trainer.rows.packing import lay_out as lay_out_whole
 
@@ -86,14 +87,19 @@ def divide(
 
 
 def lay_out(
-    batch: Batch, divided: Iterable[RowPlan], *, prefix_bytes: int | None = None
+    batch: Batch,
+    divided: Iterable[RowPlan],
+    *,
+    prefix_bytes: int | None = None,
+    positions: Positions = counted,
 ) -> list[MicroBatch]:
     """The micro-batches with these plans, in the same order, in which they must be trained.
     `prefix_bytes`: the most of a GPU's memory for keys and values of inner pieces; None: all."""
     rows = list(divided)
     trees = sorted({row.piece.tree for row in rows if row.piece is not None})
-    laid = {tree: _LaidTree.of(batch, rows, tree, prefix_bytes) for tree in trees}
-    micros = iter(lay_out_whole(batch, [row for row in rows if row.piece is None]))
+    laid = {tree: _LaidTree.of(batch, rows, tree, prefix_bytes, positions) for tree in trees}
+    whole = [row for row in rows if row.piece is None]
+    micros = iter(lay_out_whole(batch, whole, positions))
     return [
         replace(next(micros), reads_only=row.reads_only)
         if row.piece is None
@@ -132,9 +138,9 @@ class Forest:
     def of(cls, batch: Batch, chosen: Iterable[int]) -> Forest:
         """The tree of these sequences. Sorting them by their ids gives the order."""
         order = sorted(chosen, key=lambda index: batch.sequences[index].astype(">i4").tobytes())
-        walk = [batch.sequences[index] for index in order]
-        shared = [0, *(common_prefix(a, b) for a, b in pairwise(walk))][: len(walk)]
-        return cls(*(np.array(x, np.int64) for x in (order, [len(ids) for ids in walk], shared)))
+        lengths = [len(batch.sequences[index]) for index in order]
+        shared = [0, *(shared_tokens(batch, a, b) for a, b in pairwise(order))][: len(order)]
+        return cls(*(np.array(x, np.int64) for x in (order, lengths, shared)))
 
     @property
     def tokens(self) -> int:
@@ -306,8 +312,12 @@ class _LaidTree:
     """The bounds of the pieces."""
     ids: Counts
     """`[A]`"""
+    depths: Counts
+    """`[A]`, number of tokens before each on its path."""
     positions: Counts
-    """`[A]`"""
+    """`[A]` or `[3, A]`"""
+    images: ImagePlaces
+    """Of all `A` tokens."""
     ends: Counts
     """`[A]`: as those of a layout of the whole tree."""
     paths: tuple[Counts, ...]
@@ -321,7 +331,14 @@ class _LaidTree:
     kept: Kept
 
     @classmethod
-    def of(cls, batch: Batch, rows: Sequence[RowPlan], tree: int, room: int | None) -> _LaidTree:
+    def of(
+        cls,
+        batch: Batch,
+        rows: Sequence[RowPlan],
+        tree: int,
+        room: int | None,
+        positions_of: Positions,
+    ) -> _LaidTree:
         """The tree with this number, from the rows that train it."""
         own = [
             (row.piece.start, row.piece.stop, row.units)
@@ -333,19 +350,24 @@ class _LaidTree:
         order = [i for _, _, units in own for unit in units for i in unit.sequences]
         total = int(bounds[-1])
         of_sequence = np.searchsorted(batch.sequence.numpy(), np.arange(len(batch.sequences) + 1))
-        ids, positions, ends = (np.empty(total, np.int64) for _ in range(3))
+        ids, depths, ends = (np.empty(total, np.int64) for _ in range(3))
+        positions: list[Counts] = []
+        places = ImagePlaces(total)
         experts = _no_experts(batch, order, total)
         targets: list[Counts] = [np.zeros(0, np.int64)]
         predictors: list[Counts] = [np.zeros(0, np.int64)]
         paths: list[Counts] = []
-        previous, path, used = np.zeros(0, np.int32), np.zeros(0, np.int64), 0
+        previous: int | None = None
+        path, used = np.zeros(0, np.int64), 0
         for index in order:
-            sequence = batch.sequences[index]
-            shared = common_prefix(previous, sequence)
+            sequence, images = batch.sequences[index], batch.images_of(index)
+            shared = shared_tokens(batch, previous, index)
             stop = used + len(sequence) - shared
             ends[path[shared:]] = used
             path = np.concatenate([path[:shared], np.arange(used, stop)])
-            ids[used:stop], positions[used:stop] = sequence[shared:], np.arange(shared, len(path))
+            ids[used:stop], depths[used:stop] = sequence[shared:], np.arange(shared, len(path))
+            positions.append(positions_of(len(sequence), images)[..., shared:])
+            places.add(path, images, shared)
             while len(paths) < len(bounds) - 1 and bounds[len(paths)] < stop:
                 paths.append(path[: shared + bounds[len(paths)] - used])
             trained = np.arange(of_sequence[index], of_sequence[index + 1])
@@ -355,7 +377,7 @@ class _LaidTree:
                 # A prefix that several trials share has the rows of the first of them.
                 new = routing.known & (experts[path, 0, 0] < 0)
                 experts[path[new]] = routing.experts[new]
-            previous, used = sequence, stop
+            previous, used = index, stop
         ends[path] = used
         paths.append(np.zeros(0, np.int64))
         merged = np.concatenate(targets)
@@ -364,7 +386,9 @@ class _LaidTree:
             batch,
             bounds,
             ids,
-            positions,
+            depths,
+            np.concatenate(positions, axis=-1),
+            places,
             ends,
             tuple(paths),
             merged[by_target],
@@ -383,12 +407,12 @@ class _LaidTree:
         tokens = np.arange(start, stop)
         if row.reads_only:
             tokens = open_tokens
-            path = path[: self.positions[open_tokens[0]]]
+            path = path[: self.depths[open_tokens[0]]]
         front = len(path)
         seen_until = np.concatenate([self.ends[path], self.ends[tokens]])
         ends = front + np.searchsorted(tokens, seen_until)
         own, predictors, companions, finished = self._trained(number, tokens, row.reads_only)
-        longest = max(front, int(self.positions[tokens].max()) + 1)
+        longest = max(front, int(self.depths[tokens].max()) + 1)
         past = self._segments(path)
         # a branch begins where the path of what follows ends
         forks = np.flatnonzero(np.diff(self.ends[open_tokens], append=-1))
@@ -404,13 +428,14 @@ class _LaidTree:
         layout = Layout(torch.as_tensor(ends), longest, tuple(count for _, count in past), piece)
         return MicroBatch(
             ids=torch.as_tensor(self.ids[tokens]),
-            positions=torch.as_tensor(self.positions[tokens]),
+            positions=torch.as_tensor(self.positions[..., tokens]),
             layout=layout,
             targets=torch.as_tensor(own),
             predictors=torch.as_tensor(predictors),
             experts=None if self.experts is None else torch.as_tensor(self.experts[tokens]),
             share=row.share,
             reads_only=row.reads_only,
+            images=self.images.row(self.ids[tokens], tokens),
         )
 
     def _segments(self, path: Counts) -> tuple[tuple[int, int], ...]:

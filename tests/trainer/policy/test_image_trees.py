@@ -1,29 +1,49 @@
-"""Rows and trees with images, computed by the trainer's attention: what docs/notes/images.md says.
+"""Rows, trees and trees in pieces with images are computed as the model computes each path.
 
-The decoder gets embeddings in which the features of the images stand, positions in three
-dimensions, and the layout of a packed row. The tower computes each image once.
+Everything is the trainer's own: batch, micro-batches, policy, loss. Only the image processor is a
+stand-in, because transformers' own needs torchvision (`test_processor.py` has the real one).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, Qwen3_5Config, Qwen3VLConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+)
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
+from proxy.records import ImageSpan
+from proxy.records.images import image_ids
 from tests.trainer.policy.float64 import in_float64
+from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch, build_batch
+from trainer.errors import ConfigError, TrainingError
+from trainer.extras.images.pixels import GRID, PIXELS, Pixels, digest_of
+from trainer.optimizer_config import OptimizerConfig
+from trainer.policy.critic import Critic
+from trainer.policy.image_reader import reader_of
+from trainer.policy.model_config import ModelConfig
+from trainer.policy.policy import Policy
 from trainer.policy.proof_on_copy import randomize
-from trainer.policy.scorer import use_packed_rows
-from trainer.rows.packing import MicroBatch, pack
 
+KINDS = ("qwen3_vl", "qwen3_5")
 IMAGE = 500
-GRIDS = ((4, 6), (8, 4), (4, 4))
-"""Rows and columns of patches of three images; four patches are one token."""
 TEXT = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -50,16 +70,6 @@ IDS = {
 }
 
 
-class Token(NamedTuple):
-    """A token of the tree, of which several paths may have the beginning."""
-
-    id: int
-    image: int = -1
-    """Index in GRIDS; -1: it is text."""
-    part: int = 0
-    """Which of the image's tokens it is."""
-
-
 def settings_of(kind: str) -> Any:
     if kind == "qwen3_vl":
         rope = {**ROPE, "mrope_section": [6, 5, 5]}
@@ -79,146 +89,393 @@ def settings_of(kind: str) -> Any:
     return Qwen3_5Config(text_config=text, vision_config=TOWER, **IDS)
 
 
-class Tree:
-    """Four paths; three begin with the same image, and two of them have a second one in common."""
+class StandIn:
+    """Pixels of an image whose bytes are `rows columns seed`, in patches; four are one token."""
 
-    def __init__(self) -> None:
-        self.tokens: list[Token] = []
-        self._random = np.random.default_rng(0)
-        begin = [*self._text(7), *self._image(0), *self._text(5)]
-        second = [*begin, *self._text(3), *self._image(1), *self._text(8)]
-        self.paths = [
-            [*begin, *self._text(6)],
-            [*second, *self._text(4)],
-            [*second, *self._image(2), *self._text(5)],
-            [*self._text(3), *self._image(2), *self._text(6)],
-        ]
+    def __init__(self, _path: Path) -> None:
+        self.made = 0
 
-    def batch(self) -> Batch:
-        """Its ids are indices in `tokens`, so that only what is one token of the tree is shared."""
-        task = Task("images", {})
-        rollouts = []
-        for number, path in enumerate(self.paths):
-            none = np.zeros(len(path), np.int32)
-            ids, trained = np.array(path, np.int32), np.arange(len(path)) > 0
-            segment = Segment(-1, ids, trained, none.astype(np.float32), none, none)
-            rollouts.append(
-                Rollout(f"path {number}", task, RolloutStatus.DONE, 0.0, segments=(segment,))
-            )
-        return build_batch([Group("images", task, rollouts)])
-
-    def ids(self, at: list[int]) -> Tensor:
-        return torch.tensor([self.tokens[each].id for each in at])
-
-    def positions(self) -> dict[int, tuple[int, int, int]]:
-        """Time, row and column of each token: text counts on from the largest of an image."""
-        found: dict[int, tuple[int, int, int]] = {}
-        for path in self.paths:
-            start = 0
-            for at in path:
-                _, image, part = self.tokens[at]
-                if image < 0:
-                    place = (start,) * 3
-                    start += 1
-                else:
-                    rows, columns = (size // 2 for size in GRIDS[image])
-                    place = (start, start + part // columns, start + part % columns)
-                    start += max(rows, columns) if part == rows * columns - 1 else 0
-                assert found.setdefault(at, place) == place
-        return found
-
-    def _text(self, count: int) -> list[int]:
-        return self._added([Token(int(each)) for each in self._random.integers(1, 490, count)])
-
-    def _image(self, image: int) -> list[int]:
-        rows, columns = GRIDS[image]
-        return self._added([Token(IMAGE, image, part) for part in range(rows * columns // 4)])
-
-    def _added(self, tokens: list[Token]) -> list[int]:
-        self.tokens += tokens
-        return list(range(len(self.tokens) - len(tokens), len(self.tokens)))
+    def pixels(self, data: bytes) -> Pixels:
+        self.made += 1
+        try:
+            rows, columns, seed = map(int, data.split())
+        except ValueError as error:
+            raise TrainingError(f"the bytes are not an image: {error}") from error
+        random = torch.Generator().manual_seed(seed)
+        values = torch.randn(rows * columns, 3 * 2 * 16 * 16, generator=random)
+        grid = torch.tensor([1, rows, columns])
+        return Pixels(values, grid, digest_of({PIXELS: values, GRID: grid}))
 
 
-class Model:
-    def __init__(self, kind: str, tree: Tree) -> None:
-        torch.manual_seed(0)
-        self.model = AutoModelForImageTextToText.from_config(settings_of(kind))
-        with torch.no_grad():
-            randomize(self.model)
-        self.model.eval()
-        self.tree = tree
-        self.grids = torch.tensor([[1, *grid] for grid in GRIDS])
-        self.pixels = [torch.randn(rows * columns, 3 * 2 * 16 * 16) for rows, columns in GRIDS]
-
-    def own(self) -> Tensor:
-        """The model's own code, each path alone."""
-        found = []
-        for path in self.tree.paths:
-            ids = self.tree.ids(path)[None]
-            first = [t for at in path if (t := self.tree.tokens[at]).image >= 0 and not t.part]
-            images = [token.image for token in first]
-            logits = self.model(
-                input_ids=ids,
-                pixel_values=torch.cat([self.pixels[each] for each in images]),
-                image_grid_thw=self.grids[images],
-                mm_token_type_ids=(ids == IMAGE).int(),
-            ).logits[0]
-            found.append(logits.log_softmax(-1)[:-1].gather(1, ids[0][1:, None])[:, 0])
-        return torch.cat(found)
-
-    def packed(self, micro: MicroBatch, batch: Batch) -> Tensor:
-        row = micro.ids.tolist()
-        tokens = [self.tree.tokens[each] for each in row]
-        ids, where = self.tree.ids(row), self.tree.positions()
-        images = [
-            self.model.model.get_image_features(pixels, self.grids[at : at + 1])
-            for at, pixels in enumerate(self.pixels)
-        ]
-        levels = [[each.pooler_output[0] for each in images]]
-        deep = [getattr(each, "deepstack_features", None) or () for each in images]
-        levels += [[each[0] for each in level] for level in zip(*deep, strict=True)]
-        here = [token for token in tokens if token.image >= 0]
-        features = [torch.stack([of[t.image][t.part] for t in here]) for of in levels]
-        mask = ids == IMAGE
-        embedded = self.model.model.get_input_embeddings()(ids)
-        more = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": features[1:]}
-        hidden = self.model.model.language_model(
-            inputs_embeds=embedded.masked_scatter(mask[:, None], features[0])[None],
-            position_ids=torch.tensor([where[each] for each in row]).T[:, None],
-            layout=micro.layout,
-            use_cache=False,
-            **(more if features[1:] else {}),
-        ).last_hidden_state[0]
-        scores = self.model.lm_head(hidden[micro.predictors]).log_softmax(-1)
-        targets = self.tree.ids(batch.ids[micro.targets].tolist())
-        return scores.gather(1, targets[:, None])[:, 0]
-
-    def gradients(self, logprobs: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        self.model.zero_grad()
-        (logprobs * weights).sum().backward()  # type: ignore[no-untyped-call]
-        named = self.model.named_parameters()
-        return {name: each.grad.clone() for name, each in named if each.grad is not None}
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.extras.images.qwen.Processor", StandIn)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("share_prefixes", [False, True], ids=["rows", "tree"])
-def test_packed_images_are_the_models_own_computation(kind: str, share_prefixes: bool) -> None:
-    with in_float64():
-        tree = Tree()
-        model, batch = Model(kind, tree), tree.batch()
-        assert batch.ids.tolist() == [at for path in tree.paths for at in path[1:]]
-        weights = torch.linspace(0.5, 1.5, len(batch.ids))
-        own = model.own()
-        expected = model.gradients(own, weights)
-        use_packed_rows(model.model.model.language_model)
-        (micro,) = pack(batch, max_tokens=1 << 20, share_prefixes=share_prefixes)
-        assert (len(micro.ids) < sum(map(len, tree.paths))) == share_prefixes
-        found = model.packed(micro, batch)
-        assert (found - own[micro.targets]).abs().max() < 1e-10
-        gradients = model.gradients(found, weights[micro.targets])
-        assert gradients.keys() == expected.keys()
-        assert any("visual" in name for name in gradients)
-        for name, each in expected.items():
-            torch.testing.assert_close(
-                gradients[name], each, rtol=1e-9, atol=float(each.abs().max()) * 1e-9, msg=name
-            )
+def picture(rows: int, columns: int, seed: int) -> bytes:
+    return f"{rows} {columns} {seed}".encode()
+
+
+PICTURES = (picture(4, 6, 1), picture(8, 4, 2), picture(4, 4, 3))
+
+
+class Written:
+    """A path that is written part by part."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.ids: list[int] = []
+        self.images: list[ImageSpan] = []
+        self.data: dict[str, bytes] = {}
+        self.random = np.random.default_rng(seed)
+
+    def text(self, count: int) -> Written:
+        self.ids += self.random.integers(1, 490, count).tolist()
+        return self
+
+    def image(self, data: bytes) -> Written:
+        pixels = StandIn(Path()).pixels(data)
+        sha256, grid = hashlib.sha256(data).hexdigest(), tuple(pixels.grid.tolist())
+        tokens = int(pixels.grid.prod()) // 4
+        span = ImageSpan(len(self.ids), tokens, IMAGE, pixels.digest, sha256, grid)
+        self.images.append(span)
+        self.data[sha256] = data
+        self.ids += image_ids(pixels.digest, tokens).tolist()
+        return self
+
+    def fork(self, seed: int) -> Written:
+        other = Written(seed)
+        other.ids, other.images = [*self.ids], [*self.images]
+        other.data = dict(self.data)
+        return other
+
+    def segment(self, sampled: int) -> Segment:
+        ids = np.array(self.ids, np.int32)
+        mask = (np.arange(len(ids)) >= sampled) & (ids >= 0)
+        zeros = np.zeros(len(ids), np.int32)
+        return Segment(
+            -1, ids, mask, zeros.astype(np.float32), zeros, zeros, images=tuple(self.images)
+        )
+
+
+def tree() -> list[Written]:
+    """Five paths; three begin with the same image, and two of them have a second one in common.
+    Two differ in nothing but which image of one size they have."""
+    begin = Written().text(7).image(PICTURES[0]).text(5)
+    second = begin.fork(1).text(3).image(PICTURES[1]).text(8)
+    return [
+        begin.fork(2).text(6),
+        second.fork(3).text(4),
+        second.fork(4).image(PICTURES[2]).text(5),
+        Written(5).text(3).image(PICTURES[2]).text(6),
+        Written(5).text(3).image(picture(4, 4, 4)).text(6),
+    ]
+
+
+def batch_of(paths: list[Written]) -> Batch:
+    task = Task("images", {})
+    rollouts = [
+        Rollout(f"path {n}", task, RolloutStatus.DONE, 0.0, segments=(path.segment(2),))
+        for n, path in enumerate(paths)
+    ]
+    batch = build_batch([Group("images", task, rollouts)])
+    batch.pictures = {sha256: data for path in paths for sha256, data in path.data.items()}
+    return batch
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    with in_float64(), torch.no_grad():
+        model = AutoModelForImageTextToText.from_config(settings_of(request.param))
+        randomize(model)
+        model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(in_float64())
+        yield
+
+
+def own(path: Path, batch: Batch, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities and gradients by the model's own code, each path alone."""
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    scores = []
+    for index, sequence in enumerate(batch.sequences):
+        ids, images = torch.tensor(sequence.astype(np.int64))[None], batch.images_of(index)
+        made = [StandIn(path).pixels(batch.pictures[image.sha256]) for image in images]
+        ids[ids < 0] = IMAGE
+        logits = model(
+            input_ids=ids,
+            pixel_values=torch.cat([each.values for each in made]),
+            image_grid_thw=torch.stack([each.grid for each in made]),
+            mm_token_type_ids=(ids == IMAGE).int(),
+        ).logits[0]
+        at = batch.position[batch.sequence == index]
+        rows = logits.log_softmax(-1)[at - 1]
+        scores.append(rows.gather(1, ids[0][at][:, None])[:, 0])
+    logprobs = torch.cat(scores)
+    (logprobs * weights).sum().backward()  # type: ignore[no-untyped-call]
+    named = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return logprobs.detach(), named
+
+
+def policy_of(path: Path, **model: Any) -> Policy:
+    config = ModelConfig(path=path, compute_dtype="float32", **{"vision": "trained", **model})
+    return Policy(config, OptimizerConfig(lr=1e-3))
+
+
+def gradients(policy: Policy, batch: Batch, weights: Tensor) -> dict[str, Tensor]:
+    """By name in the checkpoint. The weights stay as they are."""
+
+    def loss(logprobs: Tensor, _entropy: Tensor, targets: Tensor) -> TokenLoss:
+        return TokenLoss(logprobs * weights[targets], {})
+
+    late = policy.accumulate(policy.pack(batch), batch, loss, temperature=1.0)
+    found: dict[str, Tensor] = {}
+    policy.stepper.step = partial(_kept, policy, found)  # type: ignore[method-assign]
+    policy.step(late)
+    return found
+
+
+def _kept(policy: Policy, found: dict[str, Tensor], _late: Any) -> dict[str, float]:
+    named = policy.model.named_parameters()
+    found.update({name: each.grad.clone() for name, each in named if each.grad is not None})
+    return {}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "rows": {"share_prefixes": False},
+    "small rows": {"share_prefixes": False, "max_micro_batch_tokens": 40},
+    "tree": {},
+    "pieces": {"max_micro_batch_tokens": 9},
+    "pieces, recomputed": {"max_micro_batch_tokens": 9, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("way", WAYS)
+def test_images_are_computed_as_the_models_own_code_does(model_path: Path, way: str) -> None:
+    batch = batch_of(tree())
+    weights = torch.linspace(0.5, 1.5, batch.num_tokens)
+    logprobs, expected = own(model_path, batch, weights)
+    policy = policy_of(model_path, **WAYS[way])
+    micros = policy.pack(batch)
+    in_pieces = way.startswith("pieces")
+    assert any(micro.reads_only for micro in micros) == in_pieces
+    if in_pieces:
+        assert any(_cuts_an_image(micro) for micro in micros)
+    found = policy.compute_logprobs(batch, temperature=1.0).logprobs
+    assert (found - logprobs).abs().max() < 1e-9
+    got = gradients(policy, batch, weights)
+    assert got.keys() == expected.keys()
+    assert any("visual" in name for name in got)
+    for name, each in expected.items():
+        scale = float(each.abs().max())
+        torch.testing.assert_close(got[name], each, rtol=1e-9, atol=scale * 1e-9, msg=name)
+
+
+def _cuts_an_image(micro: Any) -> bool:
+    return micro.images is not None and int(micro.images.part[0]) > 0
+
+
+def test_tower_computes_each_image_once_in_a_batch(model_path: Path) -> None:
+    policy, batch = policy_of(model_path, vision="frozen"), batch_of(tree())
+    tower, seen = reader(policy).tower, []
+    tower.register_forward_hook(lambda *_: seen.append(1))
+    policy.compute_logprobs(batch, temperature=1.0)
+    gradients(policy, batch, torch.ones(batch.num_tokens))
+    (part,) = policy.parts(batch, [0, 1])
+    policy.compute_logprobs(part.batch, temperature=1.0)
+    assert len(seen) == len(batch.pictures) == 4
+    policy.compute_logprobs(
+        batch_of([Written(9).text(3).image(picture(4, 4, 9)).text(3)]), temperature=1.0
+    )
+    policy.compute_logprobs(batch, temperature=1.0)
+    assert len(seen) == 9
+
+
+def reader(policy: Policy) -> Any:
+    return reader_of(policy.model)
+
+
+def test_frozen_tower_is_neither_trained_nor_sent(model_path: Path) -> None:
+    batch = batch_of(tree())
+    names = {}
+    for vision in ("frozen", "trained"):
+        policy = policy_of(model_path, vision=vision)
+        before = {name: each.clone() for name, each in policy.model.named_parameters()}
+        policy.compute_logprobs(batch, temperature=1.0)
+        late = policy.accumulate(policy.pack(batch), batch, mean_loss, temperature=1.0)
+        policy.step(late)
+        changed = {n for n, each in policy.model.named_parameters() if (each != before[n]).any()}
+        assert any("visual" in name for name in changed) == (vision == "trained")
+        assert any("language_model" in name for name in changed)
+        names[vision] = {name for name, _ in policy.named_hf_parameters()}
+    with safe_open(model_path / "model.safetensors", framework="pt") as file:
+        assert names["trained"] == set(file.keys())
+    left = names["trained"] - names["frozen"]
+    assert left
+    assert all("visual" in name for name in left)
+    assert not any("visual" in name for name in names["frozen"])
+
+
+def mean_loss(logprobs: Tensor, _entropy: Tensor, _targets: Tensor) -> TokenLoss:
+    return TokenLoss(-logprobs / len(logprobs), {})
+
+
+def test_trained_tower_is_computed_again_after_a_step(model_path: Path) -> None:
+    """Also after a checkpoint was loaded; the reference keeps the first weights."""
+    batch, policy = batch_of(tree()), policy_of(model_path)
+    reference = Policy(policy.config)
+    before = policy.compute_logprobs(batch, temperature=1.0).logprobs
+    state = copy.deepcopy(policy.state_dict())
+    policy.step(policy.accumulate(policy.pack(batch), batch, mean_loss, temperature=1.0))
+    after = policy.compute_logprobs(batch, temperature=1.0).logprobs
+    assert (after - before).abs().max() > 1e-3
+    fresh = policy_of(model_path)
+    fresh.model.load_state_dict(policy.model.state_dict())
+    torch.testing.assert_close(fresh.compute_logprobs(batch, temperature=1.0).logprobs, after)
+    policy.load_state_dict(state)
+    assert torch.equal(policy.compute_logprobs(batch, temperature=1.0).logprobs, before)
+    assert torch.equal(reference.compute_logprobs(batch, temperature=1.0).logprobs, before)
+
+
+def test_adapters_are_on_the_language_part_only(model_path: Path) -> None:
+    policy = policy_of(model_path, vision="frozen", lora={"rank": 2})
+    adapted = [name for name, _ in policy.adapter()]
+    assert adapted
+    assert not any("visual" in name for name in adapted)
+    batch = batch_of(tree())
+    plain = policy_of(model_path, vision="frozen")
+    scores = [each.compute_logprobs(batch, temperature=1.0).logprobs for each in (policy, plain)]
+    torch.testing.assert_close(*scores)
+    found = gradients(policy, batch, torch.ones(batch.num_tokens))
+    assert found
+    assert all("lora_" in name for name in found)
+
+
+def test_critic_reads_images(model_path: Path) -> None:
+    config = ModelConfig(path=model_path, compute_dtype="float32", vision="trained")
+    critic, batch = Critic(config, OptimizerConfig(lr=1e-2)), batch_of(tree())
+    torch.nn.init.normal_(critic.module.head.weight)
+    values = critic.compute_values(batch)
+    same_size = batch.sequence == 3, batch.sequence == 4
+    assert (values[same_size[0]] - values[same_size[1]]).abs().max() > 1e-3
+
+
+Change = Callable[[Batch], Any]
+
+
+def _without_bytes(batch: Batch) -> None:
+    batch.pictures = dict(list(batch.pictures.items())[1:])
+
+
+def _other_bytes(batch: Batch) -> None:
+    first, *_ = batch.pictures
+    batch.pictures = {**batch.pictures, first: picture(4, 6, 77)}
+
+
+def _swapped_bytes(batch: Batch) -> None:
+    names = list(batch.pictures)
+    batch.pictures = dict(zip(names, reversed(batch.pictures.values()), strict=True))
+
+
+def _changed(batch: Batch, **fields: Any) -> None:
+    first, *rest = batch.images[0]
+    span = msgspec.structs.replace(first, **fields)
+    batch.images = ((span, *rest), *batch.images[1:])
+
+
+LOSSES: dict[str, tuple[Change, str]] = {
+    "its bytes are missing": (_without_bytes, "path 0: image .*: its bytes are missing"),
+    "its bytes are others": (_other_bytes, "path 0: image .*: its bytes are those of another"),
+    "its bytes are swapped": (_swapped_bytes, "path 0: image .*: its bytes are those of another"),
+    "the batch has no images": (lambda b: setattr(b, "images", ()), "path 0: 6 ids are tokens of"),
+    "one sequence has none": (
+        lambda b: setattr(b, "images", ((), *b.images[1:])),
+        "path 0: 6 ids are tokens of images",
+    ),
+    "images of two sequences are swapped": (
+        lambda b: setattr(b, "images", (b.images[3], *b.images[1:3], b.images[0], b.images[4])),
+        "path 0: image .* are not at",
+    ),
+    "it is later": (lambda b: _changed(b, offset=8), "path 0: image .*: its 6 tokens are not at 8"),
+    "it is shorter": (lambda b: _changed(b, tokens=5), "path 0: 6 ids are .* have 5"),
+    "it has other places": (
+        lambda b: _changed(b, grid=(1, 6, 4)),
+        r"path 0: image .* for patches \(1, 6, 4\), but has 6 for \(1, 4, 6\)",
+    ),
+    "its digest is another's": (
+        lambda b: _changed(b, digest="ab" * 32),
+        "path 0: image .*: its 6 tokens are not at 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_image_that_is_lost_or_changed_in_the_batch_ends_the_step(
+    model_path: Path, loss: str
+) -> None:
+    policy, batch = policy_of(model_path, vision="frozen"), batch_of(tree())
+    change, message = LOSSES[loss]
+    change(batch)
+    with pytest.raises(TrainingError, match=message):
+        policy.compute_logprobs(batch, temperature=1.0)
+
+
+def test_image_that_is_lost_on_the_way_to_a_rank_ends_the_step(model_path: Path) -> None:
+    policy, batch = policy_of(model_path, vision="frozen"), batch_of(tree())
+    (part,) = policy.parts(batch)
+    part.batch.images = ()
+    with pytest.raises(TrainingError, match="not of those that the batch has"):
+        policy.compute_logprobs(part.batch, temperature=1.0)
+
+
+def test_pixels_that_the_engine_did_not_have_end_the_step(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, batch = policy_of(model_path, vision="frozen"), batch_of(tree())
+    monkeypatch.setattr(torch, "randn", lambda *size, generator: torch.zeros(*size))
+    with pytest.raises(TrainingError, match=r"path 0: image .*: the engine had other pixels of it"):
+        policy.compute_logprobs(batch, temperature=1.0)
+
+
+def test_text_model_refuses_a_rollout_with_images(model_path: Path) -> None:
+    policy = policy_of(model_path, vision="text")
+    with pytest.raises(TrainingError, match=r"rollout path 0: image .* set model.vision=frozen"):
+        policy.parts(batch_of(tree()))
+    text = batch_of([Written().text(20)])
+    expected = policy_of(model_path, vision="frozen").compute_logprobs(text, temperature=1.0)
+    scores = policy.compute_logprobs(text, temperature=1.0).logprobs
+    torch.testing.assert_close(scores, expected.logprobs)
+
+
+def test_images_without_text_between_them_are_refused(model_path: Path) -> None:
+    policy = policy_of(model_path, vision="frozen")
+    path = Written().text(3).image(PICTURES[0]).image(PICTURES[1]).text(4)
+    with pytest.raises(TrainingError, match="follows another image without a token between"):
+        policy.compute_logprobs(batch_of([path]), temperature=1.0)
+
+
+def test_sampled_image_tokens_are_refused_in_a_record() -> None:
+    segment = Written().text(3).image(PICTURES[0]).text(2).segment(0)
+    segment.mask[4] = True
+    rollout = Rollout("r", Task("t", {}), RolloutStatus.DONE, 0.0, segments=(segment,))
+    with pytest.raises(ValueError, match="rollout r, segment 0: tokens of an image are marked"):
+        build_batch([Group("g", rollout.task, [rollout])])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("gemma3", "the tokens of an image see each other"), ("qwen3", "it reads no images")],
+)
+def test_models_whose_images_are_not_trained_are_refused(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"model.vision: .*{kind}: {message}"):
+        policy_of(tmp_path, vision="frozen")

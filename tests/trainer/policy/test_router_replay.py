@@ -139,7 +139,7 @@ def test_policy_without_replay_ignores_recorded_rows(mixture: Path) -> None:
 
 def test_mismatch_is_measured_with_the_engines_routing_and_without(mixture: Path) -> None:
     batch = routed_batch()
-    policy = policy_of(mixture, router_compared=100)
+    policy = policy_of(mixture, max_micro_batch_tokens=4096)
     batch.logprobs = policy.compute_logprobs(batch, temperature=1.0).logprobs + 0.25
     own = policy.compute_logprobs(batch, temperature=1.0, replay=False).logprobs
     metrics = routing_metrics(Models(policy, None), batch, 1.0)  # type: ignore[arg-type]

@@ -39,8 +39,6 @@ def routing_metrics(models: Models, batch: Batch, temperature: float) -> Metrics
             "vLLM with --enable-return-routed-experts (engine.routed_experts), or set "
             "model.router_replay=off"
         )
-    metrics = {"mismatch/replayed_tokens": share}
-    if policy.config.router_compared:
-        parts = policy.parts(batch)
-        metrics |= models.deal([CompareRouting(part.batch, temperature) for part in parts])
-    return metrics
+    parts = policy.parts(batch)
+    compared = models.deal([CompareRouting(part.batch, temperature) for part in parts])
+    return {"mismatch/replayed_tokens": share} | compared

@@ -1,0 +1,91 @@
+"""The pixels of an image, as the model's own processor makes them of the bytes that an agent sent.
+
+The engine turns an image upright and lays it on white before its processor gets it, and leaves
+scaling and normalisation to the tower (vLLM 0.32, measured in docs/notes/images.md). Invariant:
+`Pixels.digest` is that of the engine's item exactly if both have the same pixels, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from trainer.errors import ConfigError, TrainingError
+
+GRID = "image_grid_thw"
+PIXELS = "pixel_values"
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """Example: Pixels(values=[24, 1536] float32, grid=[1, 4, 6], digest="4aeb5f…")"""
+
+    values: Tensor
+    """`[P, C]`, a row for each patch, as the tower gets them."""
+    grid: Tensor
+    """`[3]` int64, patches in time, height and width."""
+    digest: str
+    """sha256 of the engine's item, in hexadecimal."""
+
+
+class Processor:
+    """The image processor of a checkpoint. Example: Processor(path).pixels(data)"""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError: torchvision or the checkpoint's processor is missing."""
+        if find_spec("torchvision") is None:
+            raise ConfigError(
+                "model.vision: the processor of images needs torchvision, which is not installed; "
+                "beside torch for CPUs: python -m benchmarks.install torchvision, and start with "
+                "PYTHONPATH=.cache/torchvision"
+            )
+        try:
+            self._make = AutoImageProcessor.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.vision: {path} has no processor of images (preprocessor_config.json): "
+                f"{' '.join(str(error).split())[:200]}"
+            ) from error
+
+    def pixels(self, data: bytes) -> Pixels:
+        """Raises TrainingError: the bytes are not an image."""
+        try:
+            image = upright_on_white(data)
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise TrainingError(f"the bytes are not an image: {error}") from error
+        raw = self._made(image, do_rescale=False, do_normalize=False)
+        item = {PIXELS: raw[PIXELS], GRID: raw[GRID][0]}
+        return Pixels(self._made(image)[PIXELS], raw[GRID][0], digest_of(item))
+
+    def _made(self, image: Image.Image, **changes: Any) -> Any:
+        return self._make(images=[image], return_tensors="pt", **changes)
+
+
+def upright_on_white(data: bytes) -> Image.Image:
+    """The first frame of an image in RGB, turned as its EXIF orientation says, without
+    transparency."""
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 of names, types, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        content = tensor.view(torch.uint8).numpy().tobytes()
+        digest.update(f"{name} {kind} {shape} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
