@@ -355,6 +355,8 @@ class EngineView(Schema):
     """Number of tokens that the KV cache holds, if the engine reports it."""
     adapters: bool
     """Whether it samples with the LoRA adapters of policies."""
+    images: bool
+    """Whether it prepares images, and samples with them."""
     text_only: bool
     details: dict[str, Any]
 

@@ -1,0 +1,65 @@
+"""Images through the proxy to a real vLLM on a CPU, compared with what transformers computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_images import BOUNDS, OTHER_IMAGE, ROOT, TIMEOUT_S, TORCHVISION, TRL
+from tests.needs import needs
+
+KINDS = ("qwen3_vl", "qwen3_5")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.long,
+    pytest.mark.parametrize("kind", KINDS),
+    needs(None if find_spec("trl") else TRL),
+    needs(
+        None
+        if (TORCHVISION / ".ready").exists()
+        else "torchvision is missing: run python -m benchmarks.install torchvision"
+    ),
+]
+
+
+@cache
+def found(kind: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.images.recorded", kind],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TORCHVISION, ROOT)))},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_recorded_log_probabilities_are_those_of_the_recorded_images(kind: str) -> None:
+    """In three dialects, over several turns, and at an engine that has had none of the images."""
+    for name, each in found(kind)["differences"].items():
+        assert max(each) < BOUNDS[kind], (name, each)
+    assert min(found(kind)["swapped"]) > OTHER_IMAGE / 2
+
+
+def test_prompts_extend_and_name_each_new_image_once(kind: str) -> None:
+    assert found(kind)["forks"] == []
+    assert found(kind)["images"] == {
+        "chat": [["small"], ["wide", "twin"], ["small"]],
+        "messages": [["tall"]],
+        "responses": [["small"], []],
+    }
+
+
+def test_digest_is_that_of_the_checkpoints_own_processor(kind: str) -> None:
+    assert found(kind)["digests"]
