@@ -185,6 +185,7 @@ def _parts(
             *(config, config.limits, sessions, store, router, metrics, make, siblings, deliveries),
             policies=policies,
             on_create=hooks.on_create,
+            policies_of=hooks.policies_of,
             on_end=hooks.on_end,
             document=document(document_parts(extras)),
         )
@@ -212,6 +213,12 @@ class _Hooks:
     async def on_create(self, limits: Mapping[str, Any]) -> None:
         for extra in self._extras:
             await extra.on_create(limits)
+
+    async def policies_of(self, metadata: Mapping[str, Any]) -> Mapping[str, str]:
+        for extra in self._extras:
+            if policies := await extra.policies_of(metadata):
+                return policies
+        return {}
 
     def on_turn(self, session_id: str, turn: Turn, model: str) -> None:
         for hook in self._on_turn:

@@ -54,6 +54,7 @@ def serve(arguments: argparse.Namespace) -> int:
         from proxy import process
         from proxy.admin_key import key_file, with_admin_key
         from proxy.config import load_config
+        from proxy.extra_registry import LEARNERS
         from proxy.machine import logs
         from proxy.machine.secrecy import hide_memory
         from proxy.settings.late_section import load_extra
@@ -63,6 +64,8 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.upstream is not None:
         with_upstream = load_extra("proxy.extras.engines.hosted:with_upstream")
         config = with_upstream(config, arguments.upstream, arguments.upstream_model, os.environ)
+    if arguments.learn:
+        config = load_extra(LEARNERS)(config, arguments.learn)
     logs.set_up(config.log, config.log_level)
     announce = partial(_announce, None if config.admin_key else key_file(config))
     uvloop.run(process.serve(with_admin_key(config), announce))
@@ -108,6 +111,13 @@ def _parser() -> argparse.ArgumentParser:
         " text, without a GPU or a checkpoint; its key is in OPENAI_API_KEY or ANTHROPIC_API_KEY",
     )
     add.add_argument("--upstream-model", metavar="NAME", help="the hosted model's name")
+    add.add_argument(
+        "--learn",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="also run `agentic-train learn --config FILE`, which learns from the sessions",
+    )
     add.add_argument("--model", type=Path, help="the folder of the checkpoint that engines serve")
     add.add_argument("--store", metavar="URL", help="sqlite:///FILE or postgresql://…")
     add.add_argument("--host", help="the address to listen on (127.0.0.1)")

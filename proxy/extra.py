@@ -97,6 +97,10 @@ class Extra:
     async def on_create(self, limits: Mapping[str, Any]) -> None:
         """A session is about to be created with these limits. Raises RequestError to refuse it."""
 
+    async def policies_of(self, metadata: Mapping[str, Any]) -> Mapping[str, str]:
+        """The policies of a new session of kind `train` that names none; empty: it has no say."""
+        return {}
+
     def on_turn(self, session_id: str, turn: Turn, model: str) -> None:
         """A turn is recorded, for the session that made the call, whose agent requested this model
         name. Must return at once."""

@@ -58,11 +58,16 @@ COMMANDS = (
     "proxy.extras.export.arguments:add_commands",
     "proxy.extras.rewind.arguments:add_commands",
     "proxy.extras.view.arguments:add_commands",
+    "proxy.extras.learn.arguments:add_commands",
 )
 """Functions that add commands to `agentic-proxy`. Their modules import nothing that takes long."""
 BINARY_ROUTE_CLIENT: str | None = "proxy.extras.binary_route.client:FramesClient"
 BINARY_ROUTE_SERVER: str | None = "proxy.extras.binary_route.vllm.FramesRoute"
 """A client of vLLM that is faster than JSON, and the middleware that vLLM needs for it."""
+FOLDER_NOTES: str | None = "proxy.extras.learn.consent:notes_of_folder"
+"""What `agentic-proxy run` notes in a session's metadata about the agent's folder."""
+LEARNERS = "proxy.extras.learn.section:with_learners"
+"""What `serve --learn FILE` adds to the configuration."""
 SEVERAL_PROCESSES = "proxy.extras.several_processes.workers:serve_workers"
 """What serves the port if `workers` is more than 1."""
 

@@ -35,9 +35,11 @@ from proxy.commands.sessions import tags
 from proxy.commands.terminal import one_line
 from proxy.config import ProxyConfig, load_config
 from proxy.errors import ConfigurationError
+from proxy.extra_registry import FOLDER_NOTES
 from proxy.machine.port import http_url
 from proxy.machine.swept_folder import swept_folder
 from proxy.records import FOLDER, GIT_BRANCH, BranchMode, Origin
+from proxy.settings.late_section import load_extra
 from proxy.settings.state_folder import state_folder
 
 FIND_TIMEOUT_S = 5.0
@@ -81,6 +83,8 @@ async def _open(
     metadata[FOLDER] = os.getcwd()
     if branch := git_branch():
         metadata[GIT_BRANCH] = branch
+    if FOLDER_NOTES is not None:
+        metadata = {**load_extra(FOLDER_NOTES)(Path.cwd()), **metadata}
     async with client:
         try:
             if (origin := origin_of(arguments)) is not None:

@@ -79,10 +79,12 @@ class ControlPlane:
         deliveries: Deliveries,
         policies: PublishedPolicies,
         on_create: Callable[[Mapping[str, Any]], Awaitable[None]],
+        policies_of: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, str]]],
         on_end: Callable[[str], Awaitable[None]],
         document: dict[str, Any],
     ) -> None:
-        """`on_create` and `on_end` are the hooks of the extras. `document`: OpenAPI's."""
+        """`on_create`, `policies_of` and `on_end` are the hooks of the extras. `document`: that of
+        OpenAPI."""
         self._listen = listen
         self._limits = limits
         self._sessions = sessions
@@ -93,6 +95,7 @@ class ControlPlane:
         self._siblings = siblings
         self._deliveries = deliveries
         self._on_create, self._on_end, self._document = on_create, on_end, document
+        self._policies_of = policies_of
         self.policies = policies
         self._withdrawn = False
         self._store_bytes: int | None = None
@@ -155,11 +158,13 @@ class ControlPlane:
         new = await with_origin(self._store, parsed(schema.NewSession, await read_body(request)))
         limits = new.limits.model_dump(exclude_none=True)
         await self._on_create(limits)
+        kind, policies = new.kind or self._default_kind(), new.policies
+        if not policies and new.branch_of is None and kind is SessionKind.TRAIN:
+            policies = dict(await self._policies_of(new.metadata))
         session, key = await self._sessions.create(
             new.trial_id if trial_id is None else trial_id,
-            kind=new.kind or self._default_kind(),
-            sampling=check_pinned(new.sampling)
-            | ({"policies": new.policies} if new.policies else {}),
+            kind=kind,
+            sampling=check_pinned(new.sampling) | ({"policies": policies} if policies else {}),
             profile=new.profile,
             limits=limits,
             metadata=new.metadata,

@@ -38,6 +38,7 @@ class Who(Enum):
     SCRAPER = "the admin key, or one of `metrics_key_file`"
     READER = "a reader of the page"
     WORKER = "a worker of the relay, by its token"
+    LEARNER = "a learner, by its key"
     ANYONE = "anyone"
 
 

@@ -1,0 +1,143 @@
+"""A recorder with learners, by its requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from proxy.client import ProxyClientError
+from proxy.extras.learn.assignment import Assignment
+from proxy.extras.learn.client import LearnClient
+from proxy.extras.learn.section import TARGET
+from proxy.records import Reward, SessionKind
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
+
+TWO = ("ann", "bob")
+
+
+def learners(folder: Path, **more: object) -> dict[str, object]:
+    recorders = [
+        {"policy": name, "folder": str(folder / name), "only": {"person": name}, **more}
+        for name in TWO
+    ]
+    return {"extras": [{"target": TARGET, "settings": {"recorders": recorders}}]}
+
+
+@asynccontextmanager
+async def client(
+    proxy: RunningProxy, folder: Path, policy: str = "ann"
+) -> AsyncIterator[LearnClient]:
+    key = (folder / policy / "learner.key").read_text().strip()
+    async with LearnClient(proxy.url, key) as found:
+        yield found
+
+
+async def ended(proxy: RunningProxy, **metadata: str) -> str:
+    session = await proxy.session(metadata=metadata)
+    await proxy.post(session, "chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+    await proxy.control.complete(session.trial_id)
+    return session.trial_id
+
+
+async def test_with_its_key_a_learner_reads_only_what_has_opted_in(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    proxy = await start_proxy(**learners(tmp_path))
+    mine = await ended(proxy, learn="yes", person="ann")
+    hers = await ended(proxy, learn="yes", person="bob")
+    private = await ended(proxy, person="ann")
+    refused = await ended(proxy, learn="no", person="ann")
+    running = await proxy.session(metadata={"learn": "yes", "person": "ann"})
+    async with client(proxy, tmp_path) as ann:
+        assert [each["trial_id"] for each in await ann.readable("ann")] == [mine]
+        session, turns = await ann.record("ann", mine)
+        assert session.session_id == mine
+        assert turns
+        for other in (hers, private, refused, "none"):
+            with pytest.raises(ProxyClientError) as error:
+                await ann.record("ann", other)
+            assert error.value.status == 404
+            with pytest.raises(ProxyClientError):
+                await ann.say("ann", other, "x")
+        with pytest.raises(ProxyClientError) as error:
+            await ann.readable("bob")
+        assert error.value.status == 401
+        for call in (ann.list_sessions(), ann.get_turns(mine), ann.show(mine), ann.engines()):
+            with pytest.raises(ProxyClientError) as error:
+                await call
+            assert error.value.status == 401
+        await proxy.control.curate(mine, tags={"learn": "no"})
+        assert await ann.readable("ann") == []
+        with pytest.raises(ProxyClientError):
+            await ann.record("ann", mine)
+    assert running.trial_id
+
+
+async def test_files_of_a_learner_are_for_its_owner(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    await start_proxy(**learners(tmp_path))
+    assert (tmp_path / "ann").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "ann" / "learner.key").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_session_keeps_its_adapter_and_a_canary_gets_its_share(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    proxy = await start_proxy(**learners(tmp_path))
+    proxy.engine.adapters |= {f"ann@{n}": proxy.engine.script for n in (1, 2)}
+
+    async def policies(count: int, **metadata: str) -> Counter[str]:
+        names = [(await proxy.session(metadata=metadata)).trial_id for _ in range(count)]
+        sessions = [(await proxy.control.get_turns(name))[0] for name in names]
+        return Counter(session.policy_of("any") for session in sessions)
+
+    ann = {"learn": "yes", "person": "ann"}
+    async with client(proxy, tmp_path) as learner:
+        assert await policies(3, **ann) == {"": 3}
+        with pytest.raises(ProxyClientError, match="not published"):
+            await learner.assign("ann", stable=1)
+        for number in (1, 2):
+            await learner.publish_adapter("ann", number, f"ann@{number}")
+        with pytest.raises(ProxyClientError, match="already"):
+            await learner.publish_adapter("ann", 1, "ann@other")
+        await learner.assign("ann", stable=1, canary=2, share=0.5)
+        got = await policies(40, **ann)
+        assert got.keys() == {"ann-1", "ann-2"}
+        assert 12 <= got["ann-2"] <= 28
+        assert await policies(3, learn="yes", person="bob") == {"": 3}
+        assert await policies(3, person="ann") == {"": 3}
+        kept = await proxy.session(metadata=ann)
+        before = (await proxy.control.get_turns(kept.trial_id))[0].policy_of("")
+        async with LearnClient(proxy.url, ADMIN_KEY) as admin:
+            assert (await admin.order("ann", "freeze"))["frozen"]
+            assert await policies(10, **ann) == {"ann-1": 10}
+            await admin.order("ann", "thaw")
+            assert (await admin.order("ann", "rollback"))["order"] == "rollback"
+            assert await policies(10, **ann) == {"ann-1": 10}
+            await admin.order("ann", "promote")
+            assert await policies(10, **ann) == {"ann-2": 10}
+            with pytest.raises(ProxyClientError, match="401"):
+                await learner.order("ann", "promote")
+        await learner.assign("ann", stable=2, done="promote")
+        assert (await learner.assignment("ann"))["order"] == ""
+        assert await policies(5, **ann) == {"ann-2": 5}
+        assert (await proxy.control.get_turns(kept.trial_id))[0].policy_of("") == before
+    assert Assignment.read(tmp_path / "ann" / "assignment.json").stable == 2
+
+
+async def test_a_decision_is_shown_at_the_session_and_named_policies_stay(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    proxy = await start_proxy(**learners(tmp_path))
+    mine = await ended(proxy, learn="yes", person="ann")
+    async with client(proxy, tmp_path) as learner:
+        await learner.say("ann", mine, "+1.00: rating up")
+    assert (await proxy.control.show(mine))["metadata"]["learned"] == "+1.00: rating up"
+    await proxy.control.add_reward(mine, Reward("x", 1.0))
+    evaluated = await proxy.session(SessionKind.EVAL, metadata={"learn": "yes", "person": "ann"})
+    assert (await proxy.control.get_turns(evaluated.trial_id))[0].policy_of("") == ""
