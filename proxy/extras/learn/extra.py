@@ -24,7 +24,7 @@ from proxy.control.record_view import session_view
 from proxy.control.schema import parsed
 from proxy.engines import guard
 from proxy.errors import ConfigurationError, ProxyError, RequestError, SessionError
-from proxy.extra import Core, Extra
+from proxy.extra import Core, Extra, ExtraConfig
 from proxy.extras.learn.assignment import Assignment
 from proxy.extras.learn.consent import has_consented
 from proxy.extras.learn.section import Recorder, make_folder
@@ -281,6 +281,21 @@ async def _started(file: Path) -> asyncio.subprocess.Process:
 
 
 Learning.routes = routes_of(Learning)
+
+
+class LearnSection(ExtraConfig):
+    """The settings of the extra. Several learners may share a recorder: a session belongs to the
+    first whose conditions it fulfils."""
+
+    recorders: tuple[Recorder, ...] = Field(min_length=1)
+    start: tuple[Path, ...] = ()
+    """Configurations of learners that run as long as the recorder, each in a process of its own."""
+
+    def build(self) -> Extra:
+        names = [each.policy for each in self.recorders]
+        if len(set(names)) < len(names):
+            raise ConfigurationError(f"recorder.policy: {', '.join(names)}: names must differ")
+        return Learning(self.recorders, self.start)
 
 
 def policy_name(policy: str, number: int) -> str:

@@ -11,11 +11,10 @@ from pydantic import Field, ValidationError
 
 from proxy.config import OutsideExtra, ProxyConfig
 from proxy.errors import ConfigurationError
-from proxy.extra import Extra, ExtraConfig
 from proxy.settings.section import Section
 from proxy.settings.yaml_file import read_yaml
 
-TARGET = "proxy.extras.learn.section:LearnSection"
+TARGET = "proxy.extras.learn.extra:LearnSection"
 KEY_FILE = "learner.key"
 ASSIGNMENT_FILE = "assignment.json"
 
@@ -40,23 +39,6 @@ class Recorder(Section):
     @property
     def assignment_file(self) -> Path:
         return self.folder / ASSIGNMENT_FILE
-
-
-class LearnSection(ExtraConfig):
-    """The settings of the extra. Several learners may share a recorder: a session belongs to the
-    first whose conditions it fulfils."""
-
-    recorders: tuple[Recorder, ...] = Field(min_length=1)
-    start: tuple[Path, ...] = ()
-    """Configurations of learners that run as long as the recorder, each in a process of its own."""
-
-    def build(self) -> Extra:
-        from proxy.extras.learn.extra import Learning
-
-        names = [each.policy for each in self.recorders]
-        if len(set(names)) < len(names):
-            raise ConfigurationError(f"recorder.policy: {', '.join(names)}: names must differ")
-        return Learning(self.recorders, self.start)
 
 
 def read_recorder(path: Path) -> Recorder:
