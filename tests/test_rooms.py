@@ -35,6 +35,11 @@ TOGETHER: dict[str, dict[str, str]] = {
         "proxy/extras/export": "the page downloads a session as `export` writes it",
         "proxy/extras/rules": "the page searches by the terms of rules",
     },
+    "trainer/extras/learn": {
+        "proxy/extras/learn": "the learner's side of it",
+        "proxy/extras/rules": "evidence of tests that the agent did not change",
+        "trainer/extras/ledger": "adapters are computed again from their record",
+    },
     "trainer/extras/mirror": {"proxy/extras/relay": "one client of file systems at URLs"},
     "trainer/extras/ray": {"trainer/extras/relay": "relay workers as actors"},
     "trainer/extras/relay": {"proxy/extras/relay": "the trainer's side of it"},

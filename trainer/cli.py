@@ -9,6 +9,7 @@
     agentic-train collect --config FILE --out DIR trials with rewards, without training
     agentic-train sweep --config FILE --out DIR   several values: seed=0..4 optimizer.lr=1e-4,5e-4
     agentic-train sft --config FILE [key=value …] supervised fine-tuning on recorded sessions
+    agentic-train learn --config FILE             learn from daily sessions, beside a recorder
     agentic-train resume RUN [key=value …]        continue a run that was interrupted
     agentic-train status RUN [--json]             how the run is doing, why, and what to do
     agentic-train explain NAME                    what a setting, a metric or a verdict is

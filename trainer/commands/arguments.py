@@ -157,6 +157,13 @@ def _forget(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _learn(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", required=True, help="learn.yaml, see docs/learn.md"
+    )
+    parser.add_argument("--once", action="store_true", help="do what is due now, and end")
+
+
 def _recorded(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="the folder of a run with trainer.deterministic"
@@ -233,6 +240,11 @@ COMMANDS = {
         "ids, folder names.",
         _prompts,
         "trainer.extras.ledger.prompts",
+    ),
+    "learn": CommandLine(
+        "Learns from the sessions that a recorder records, beside it.",
+        _learn,
+        "trainer.extras.learn.command",
     ),
     "sft": CommandLine(
         "Trains on recorded sessions: sft.sessions=FOLDER, sft.min_reward=1, …",

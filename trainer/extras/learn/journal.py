@@ -1,0 +1,182 @@
+"""The journal of a learner: a line of JSON per decision, in the ledger's chain of hashes.
+
+    {"kind": "session", "session": …, "value": 1.0, "findings": […], "adapter": 3, …}
+    {"kind": "update", "number": 5, "parent": 3, "sessions": […], "replayed": […], "groups": …}
+    {"kind": "gate", "number": 5, "passed": true, "measures": {…}}
+    {"kind": "canary", "number": 5, "stable": 3}
+    {"kind": "promote" | "rollback", "number": 5, "by": "test" | "person" | …, "won": 6, "lost": 0}
+
+`History` is what the lines say. Invariant: the journal is the learner's only state; a learner that
+is killed continues from it. A line is written before what it says is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agent_loop.producers.rollout_format import encode_group
+from agent_loop.records import Group
+from proxy.run_files.files import replace_file
+from trainer.extras.learn.canary import Comparison
+from trainer.extras.ledger.ledger import Line, line_hash, read_batch, read_lines
+
+FILE = "journal.jsonl"
+
+
+class Journal:
+    """Example: journal = Journal(folder); journal.write("canary", number=5, stable=3)"""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises LedgerError: the chain of the journal that is there is broken."""
+        self._folder = folder
+        self._path = folder / FILE
+        self.lines: list[Line] = read_lines(self._path) if self._path.exists() else []
+        (folder / "batches").mkdir(exist_ok=True, mode=0o700)
+
+    @property
+    def head(self) -> str:
+        return str(self.lines[-1]["hash"]) if self.lines else ""
+
+    def write(self, kind: str, **more: Any) -> Line:
+        """Returns once the line is on the disk."""
+        line = _chained({"kind": kind, "at": time.time(), **more}, self.head)
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with open(fd, "wb") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.lines.append(line)
+        return line
+
+    def replace(self, lines: Iterable[Line]) -> None:
+        """Writes these lines in place of all, in a new chain."""
+        self.lines = []
+        for line in lines:
+            bare = {name: value for name, value in line.items() if name not in ("hash", "previous")}
+            self.lines.append(_chained(bare, self.head))
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        os.chmod(self._path, 0o600)
+
+    def keep_batch(self, number: int, groups: Sequence[Group]) -> str:
+        """Writes the batch of an update; returns its hash."""
+        data = msgspec.msgpack.encode([encode_group(group) for group in groups])
+        path = self.batch_file(number)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(data)
+        return hashlib.sha256(data).hexdigest()
+
+    def batch(self, number: int) -> list[Group]:
+        """Raises LedgerError: the batch is missing or damaged."""
+        return read_batch(self.batch_file(number))
+
+    def batch_file(self, number: int) -> Path:
+        return self._folder / "batches" / f"{number:06d}"
+
+
+def _chained(line: Line, previous: str) -> Line:
+    chained = {**line, "previous": previous}
+    return {**chained, "hash": line_hash(chained)}
+
+
+@dataclass(slots=True)
+class History:
+    """What a journal says. Example: History.of(journal.lines).stable"""
+
+    sessions: dict[str, Line] = field(default_factory=dict)
+    """Judged session → its line."""
+    updates: dict[int, Line] = field(default_factory=dict)
+    """Adapter → the line of its update."""
+    stable: int = 0
+    canary: int | None = None
+    canary_at: float = 0.0
+    pending: int | None = None
+    """An adapter whose gates are not passed yet."""
+    set_aside: set[str] = field(default_factory=set)
+    """Sessions of batches that did harm."""
+    interrupted: set[int] = field(default_factory=set)
+    """Adapters that were not finished."""
+    last: int = 0
+    """The largest number of an adapter."""
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> History:
+        found = cls()
+        for line in lines:
+            found.take(line)
+        return found
+
+    def take(self, line: Line) -> None:
+        number = line.get("number", 0)
+        self.last = max(self.last, number)
+        match line["kind"]:
+            case "session":
+                self.sessions[line["session"]] = line
+            case "update":
+                self.updates[number] = line
+                self.pending = number
+            case "canary":
+                self.canary, self.canary_at, self.pending = number, line["at"], None
+            case "promote":
+                self.stable, self.canary = number, None
+            case "rollback":
+                self.canary = self.pending = None
+                self.set_aside |= set(line.get("set_aside", ()))
+                if line["by"] == "interrupted":
+                    self.interrupted.add(number)
+            case "stable":
+                self.stable = number
+
+    def ancestors(self, number: int) -> Iterator[int]:
+        """The adapter, its parent, and so on, to 0."""
+        while number:
+            yield number
+            number = self.updates[number]["parent"]
+        yield 0
+
+    def ages(self, number: int) -> Mapping[int, int]:
+        """Adapter → generations between it and `number`. One that was rolled back is as old as its
+        parent."""
+        line = list(self.ancestors(number))
+        ages = {each: age for age, each in enumerate(line)}
+        for each, update in self.updates.items():
+            if each not in ages and update["parent"] in ages:
+                ages[each] = ages[update["parent"]]
+        return ages
+
+    def learned(self, number: int) -> set[str]:
+        """The sessions that an adapter has learned, also those of its ancestors."""
+        return {
+            session
+            for each in self.ancestors(number)
+            if each
+            for session in (*self.updates[each]["sessions"], *self.updates[each]["replayed"])
+        }
+
+    @property
+    def tried(self) -> set[str]:
+        """The sessions that were new in some update."""
+        return {
+            session
+            for number, line in self.updates.items()
+            if number not in self.interrupted
+            for session in line["sessions"]
+        }
+
+    @property
+    def comparison(self) -> Comparison:
+        """The outcomes of the sessions that began since the canary did."""
+        arms: dict[int, list[bool]] = {self.canary or -1: [], self.stable: []}
+        for line in self.sessions.values():
+            if line["outcome"] is not None and line["created_at"] >= self.canary_at:
+                arms.get(line["adapter"], []).append(line["outcome"])
+        return Comparison(arms[self.canary or -1], arms[self.stable])

@@ -1,0 +1,328 @@
+"""The loop of a learner: look at the record, judge, compare, update.
+
+    tick: judge what has ended ─▶ decide about the canary ─▶ update, if it is due
+
+Invariant: at most one canary at a time, and no update while there is one. A session is judged once,
+when every source knows what it will know. Nothing is served before its gates are passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+from agent_loop.records import Group
+from proxy.client import ProxyClientError
+from proxy.extras.learn.client import LearnClient
+from proxy.records import Session, Turn
+from proxy.settings.section import Section
+from proxy.store.curation import MAX_VALUE_CHARS
+from trainer.cluster.rank_zero import RankZero
+from trainer.errors import TrainingError, WeightSyncError
+from trainer.extras.learn.config import LearnConfig
+from trainer.extras.learn.gates import as_json, refusals
+from trainer.extras.learn.journal import History, Journal
+from trainer.extras.learn.judging import Judged, is_due, judged
+from trainer.extras.learn.rollouts import Lineage, adapter_of, prepared
+from trainer.extras.learn.seen import Seen
+from trainer.extras.learn.update import Adapters, Begin, PublishAdapter, UpdateAdapter
+from trainer.extras.ledger.ledger import line_of_step
+from trainer.weight_sync.control import EngineControl
+
+_log = logging.getLogger(__name__)
+AWAY = frozenset({0, 502, 503, 504})
+
+
+class DailyLearner:
+    """Example:
+    learner = DailyLearner(config, recorder, rank_zero, probe)
+    await learner.begin()
+    await learner.run(stop)
+    """
+
+    def __init__(
+        self,
+        config: LearnConfig,
+        recorder: LearnClient,
+        rank_zero: RankZero,
+        probe: Sequence[int] = (),
+    ) -> None:
+        self.config = config
+        self.recorder = recorder
+        self.rank_zero = rank_zero
+        self.policy = config.recorder.policy
+        self.adapters = Adapters(config.folder, self.policy)
+        self.journal = Journal(config.folder)
+        self.history = History.of(self.journal.lines)
+        self._probe = list(probe)
+        self._served: dict[int, str] = {}
+        """Adapter → the engines' name of it, of those that they serve by this process."""
+
+    async def begin(self) -> None:
+        """Continues where the journal ends. Raises TrainerError."""
+        weights = await self.rank_zero.ask(Begin(self.adapters))
+        if not self.journal.lines:
+            self._write("begin", config=_digest(self.config), weights=weights)
+        if (number := self.history.pending) is not None:
+            self._write("rollback", number=number, by="interrupted")
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set. A recorder that is away is asked again."""
+        while not stop.is_set():
+            try:
+                await self.tick()
+            except ProxyClientError as error:
+                if error.status not in AWAY:
+                    raise
+                _log.warning("the recorder is away: %s", error)
+            try:
+                await asyncio.wait_for(stop.wait(), self.config.poll_s)
+            except TimeoutError:
+                continue
+
+    async def tick(self) -> None:
+        """Does what is due. Raises ProxyClientError, TrainerError."""
+        state = await self.recorder.assignment(self.policy)
+        await self._serve_what_counts(state)
+        await self._judge()
+        await self._decide(str(state["order"]), frozen=bool(state["frozen"]))
+        if self.history.canary is None and not state["frozen"]:
+            await self._update_if_due()
+        await self._retire(state["open"])
+
+    async def _judge(self) -> None:
+        """Judges the sessions whose evidence is complete."""
+        for view in await self.recorder.readable(self.policy):
+            if view["trial_id"] in self.history.sessions:
+                continue
+            session, turns = await self.recorder.record(self.policy, view["trial_id"])
+            seen = Seen(session, turns, time.time())
+            if is_due(seen, self.config.evidence):
+                await self._judged(seen)
+
+    async def _judged(self, seen: Seen) -> None:
+        found = await asyncio.to_thread(judged, seen, self.config.evidence)
+        session = seen.session
+        root = session.session_id if session.origin is None else session.origin.session_id
+        held_out = _share(root) < self.config.update.held_out
+        self._write(
+            "session",
+            session=session.session_id,
+            created_at=session.created_at,
+            adapter=_adapter(session, seen.turns, self.policy),
+            value=found.value,
+            turns={str(turn): value for turn, value in found.turns.items()},
+            findings=found.findings,
+            barred=found.barred,
+            held_out=held_out,
+            outcome=_outcome(found),
+        )
+        held = "held out, never trained; " if held_out and found.trains else ""
+        await self._say(session.session_id, (held + found.text)[:MAX_VALUE_CHARS])
+
+    async def _decide(self, order: str, *, frozen: bool) -> None:
+        """Promotes the canary or rolls it back, if that is decided."""
+        canary = self.history.canary
+        if canary is None:
+            if order:  # what it was about is decided already
+                await self._assign(done=order)
+            return
+        found, settings = self.history.comparison, self.config.canary
+        verdict, by = found.verdict(settings.alpha, settings.max_pairs), "test"
+        if order:
+            verdict, by = ("promote" if order == "promote" else "rollback"), "person"
+        elif frozen or verdict == "undecided":
+            return
+        elif verdict == "rollback" and found.worse < 1 / settings.alpha:
+            by = "undecided"
+        numbers = {"won": found.won, "lost": found.lost, "pairs": found.pairs}
+        statistics = {"better": found.better, "worse": found.worse, "alpha": settings.alpha}
+        harmful = verdict == "rollback" and by != "undecided"
+        aside = {"set_aside": self.history.updates[canary]["sessions"]} if harmful else {}
+        self._write(verdict, number=canary, by=by, **numbers, **statistics, **aside)
+        await self._assign(done=order)
+
+    async def _update_if_due(self) -> None:
+        history, settings = self.history, self.config.update
+        learned, parent = history.learned(history.stable), history.stable
+        open_ = [
+            name
+            for name, line in history.sessions.items()
+            if line["turns"] and not line["held_out"] and name not in history.set_aside
+        ]
+        fresh = [name for name in open_ if name not in learned]
+        if len(set(fresh) - history.tried) < settings.sessions:
+            return
+        number = history.last + 1
+        again = [
+            name
+            for name in open_
+            if name in learned and _share(f"{number}:{name}") < settings.replay
+        ]
+        groups, left_out = await self._groups([*fresh, *again])
+        names = {group.group_id for group in groups}
+        held_out = [n for n, line in history.sessions.items() if line["held_out"] and line["turns"]]
+        tests, _ = await self._groups(held_out)
+        if not groups:
+            return
+        request = UpdateAdapter(self.adapters, number, parent, groups, tests)
+        batch = self.journal.keep_batch(number, groups)
+        try:
+            done = await self.rank_zero.ask(request)
+        except TrainingError as error:
+            self._write(
+                "update",
+                number=number,
+                parent=parent,
+                sessions=[n for n in fresh if n in names],
+                replayed=[n for n in again if n in names],
+                batch=batch,
+                failed=str(error),
+            )
+            self._roll_back(number, "gate", [str(error)])
+            return
+        self._write(
+            "update",
+            number=number,
+            parent=parent,
+            sessions=[n for n in fresh if n in names],
+            replayed=[n for n in again if n in names],
+            left_out=dict(left_out),
+            batch=batch,
+            metrics={n: v for n, v in done.metrics.items() if n.startswith(("actor/", "kl/"))},
+            **line_of_step(groups, done.evidence),
+        )
+        why = refusals(done.measures, self.config.gates)
+        self._write("gate", number=number, passed=not why, measures=as_json(done.measures), why=why)
+        if why:
+            self._roll_back(number, "gate", why)
+            return
+        await self._begin_canary(number)
+
+    async def _begin_canary(self, number: int) -> None:
+        try:
+            await self._publish(number)
+        except WeightSyncError as error:
+            self._roll_back(number, "gate", [str(error)])
+            return
+        self._write("canary", number=number, stable=self.history.stable)
+        await self._assign()
+
+    def _roll_back(self, number: int, by: str, why: Sequence[str]) -> None:
+        aside = self.history.updates[number]["sessions"]
+        self._write("rollback", number=number, by=by, why=list(why), set_aside=aside)
+
+    async def _groups(self, names: Sequence[str]) -> tuple[list[Group], Counter[str]]:
+        """The sessions that may still be read, as groups, in order."""
+        history, left_out = self.history, Counter[str]()
+        lineage = Lineage(
+            self.policy,
+            history.ages(history.stable),
+            self.config.update.max_staleness,
+            self.config.temperature,
+        )
+        groups = []
+        for name in names:
+            try:
+                session, turns = await self.recorder.record(self.policy, name)
+            except ProxyClientError as error:
+                if error.status != 404:
+                    raise
+                left_out["no longer there, or no longer opted in"] += 1
+                continue
+            found = prepared(session, turns, _of_line(history.sessions[name]), lineage)
+            left_out += found.left_out
+            if found.group is not None:
+                groups.append(found.group)
+        return groups, left_out
+
+    async def _serve_what_counts(self, state: Mapping[str, Any]) -> None:
+        """Makes recorder and engines serve what the journal says, also after any of them was
+        started again."""
+        history = self.history
+        for number in filter(None, (history.stable, history.canary)):
+            if number not in self._served:
+                await self._publish(number)
+        wanted = (history.stable, history.canary)
+        if (state["stable"], state["canary"]) != wanted:
+            await self._assign()
+
+    async def _publish(self, number: int) -> None:
+        request = PublishAdapter(self.adapters, number, self.config.engines, self._probe)
+        self._served[number] = name = await self.rank_zero.ask(request)
+        await self.recorder.publish_adapter(self.policy, number, name)
+
+    async def _assign(self, done: str = "") -> None:
+        canary = self.history.canary
+        share = 0.0 if canary is None else self.config.canary.share
+        await self.recorder.assign(
+            self.policy, stable=self.history.stable, canary=canary, share=share, done=done
+        )
+
+    async def _retire(self, open_sessions: Mapping[str, int]) -> None:
+        """Unloads the adapters that no open session has and no new one gets."""
+        kept = {self.history.stable, self.history.canary, self.history.pending}
+        gone = [
+            number
+            for number in self._served
+            if number not in kept and not open_sessions.get(f"{self.policy}-{number}")
+        ]
+        for number in gone:
+            name = self._served.pop(number)
+            await asyncio.to_thread(self._unload, name)
+
+    def _unload(self, name: str) -> None:
+        control = EngineControl(self.config.engines)
+        try:
+            control.unload_adapters(lambda each: each == name)
+        except WeightSyncError as error:
+            _log.warning("%s stays loaded: %s", name, error)
+        finally:
+            control.close()
+
+    async def _say(self, session_id: str, text: str) -> None:
+        try:
+            await self.recorder.say(self.policy, session_id, text)
+        except ProxyClientError as error:
+            if error.status != 404:  # it was removed meanwhile
+                raise
+
+    def _write(self, kind: str, **more: Any) -> None:
+        self.history.take(self.journal.write(kind, **more))
+
+
+def _of_line(line: Mapping[str, Any]) -> Judged:
+    turns = {int(turn): value for turn, value in line["turns"].items()}
+    return Judged(line["session"], line["value"], turns)
+
+
+def _adapter(session: Session, turns: Sequence[Turn], policy: str) -> int | None:
+    """The adapter that served the session; None: another policy, or several."""
+    served = {adapter_of(turn, policy) for turn in turns if turn.sampled}
+    return served.pop() if len(served) == 1 else None
+
+
+def _outcome(found: Judged) -> bool | None:
+    """Whether the session went well, for the comparison of adapters; None: there is no evidence."""
+    total = found.value or sum(found.turns.values())
+    return total > 0 if total else None
+
+
+def _share(name: str) -> float:
+    """In [0, 1), the same for the same name."""
+    return int.from_bytes(sha256(name.encode()).digest()[:8], "big") / 2**64
+
+
+def _digest(config: Section) -> str:
+    return sha256(config.model_dump_json().encode()).hexdigest()
+
+
+def restrict_modes() -> None:
+    """What this process writes is for its user alone."""
+    os.umask(0o077)

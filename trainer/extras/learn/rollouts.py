@@ -1,0 +1,101 @@
+"""A judged session → the rollout that is trained.
+
+Invariant: a token is trained only in a turn that has a value, that this policy sampled, at the
+temperature that is trained, and whose adapter is not too old. The recorded log-probabilities are
+those of the adapter that the turn names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from agent_loop.errors import TrajectoryError
+from agent_loop.records import Group, Rollout, RolloutStatus, Task
+from agent_loop.trajectory import build_segments
+from proxy.records import Session, Turn, VersionSpan
+from trainer.extras.learn.judging import Judged
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Which adapters a turn may come from. Example: Lineage("work", {0: 2, 3: 1, 5: 0}, 4, 1.0)"""
+
+    policy: str
+    ages: Mapping[int, int]
+    """Adapter → generations between it and the one that is updated."""
+    max_staleness: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Example: Prepared(Group(…), Counter({"too old": 2}))"""
+
+    group: Group | None
+    """None: nothing of the session is trained."""
+    left_out: Counter[str]
+    """Why turns with a value are context → number of them."""
+
+
+def prepared(session: Session, turns: Sequence[Turn], judged: Judged, lineage: Lineage) -> Prepared:
+    """The session as a group of its own, because evidence is compared with nothing."""
+    left_out: Counter[str] = Counter()
+    untrained = set(range(len(turns)))
+    own = []
+    for turn in turns:
+        number = adapter_of(turn, lineage.policy)
+        own.append(turn if number is None else _numbered(turn, number))
+        if turn.index not in judged.turns:
+            continue
+        if (why := _why_not(turn, number, lineage)) is None:
+            untrained.discard(turn.index)
+        else:
+            left_out[why] += 1
+    try:
+        segments = build_segments(own, untrained=untrained)
+    except TrajectoryError as error:
+        return Prepared(None, left_out + Counter([f"inconsistent records ({error})"]))
+    if not any(segment.mask.any() for segment in segments):
+        return Prepared(None, left_out)
+    task = Task(session.session_id, {})
+    rollout = Rollout(
+        session.session_id,
+        task,
+        RolloutStatus.DONE,
+        judged.value,
+        segments=segments,
+        turn_returns={turn: value for turn, value in judged.turns.items() if turn not in untrained},
+        num_turns=len(turns),
+    )
+    return Prepared(Group(session.session_id, task, (rollout,)), left_out)
+
+
+def adapter_of(turn: Turn, policy: str) -> int | None:
+    """The number of the adapter that sampled the turn; 0: the engines' own weights; None: another
+    policy."""
+    if not turn.policy:
+        return 0
+    name, _, number = turn.policy.rpartition("-")
+    return int(number) if name == policy and number.isdecimal() else None
+
+
+def _numbered(turn: Turn, number: int) -> Turn:
+    """The engines' own weights report versions of their own."""
+    spans = (VersionSpan(number, 0, len(turn.sampled_ids)),) if len(turn.sampled_ids) else ()
+    return msgspec.structs.replace(turn, versions=spans)
+
+
+def _why_not(turn: Turn, number: int | None, lineage: Lineage) -> str | None:
+    if number is None:
+        return "sampled by another policy"
+    if number not in lineage.ages:
+        return "sampled by an adapter that is not known"
+    if lineage.ages[number] > lineage.max_staleness:
+        return "sampled by an adapter that is too old"
+    if float(turn.sampling.get("temperature", 1.0)) != lineage.temperature:
+        return "sampled at another temperature"
+    return None
