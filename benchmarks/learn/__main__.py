@@ -136,11 +136,12 @@ def commands_of(turns: Any) -> list[str]:
 
 
 @asynccontextmanager
-async def engine(folder: Path) -> AsyncIterator[str]:
+async def engine(folder: Path, seed: int = 0) -> AsyncIterator[str]:
     """A vLLM that serves adapters of the model."""
     args = tuple(adapter_arguments(MODEL))
     settings = VllmConfig(max_context_tokens=2048, lora_rank=8, lora_slots=4, args=args)
-    server = VllmServer(settings, MODEL, log=folder / "vllm.log", dtype="float32")
+    log = folder / "vllm.log"
+    server = VllmServer(settings, MODEL, log=log, dtype="float32", seed=seed)
     await server.start()
     try:
         yield server.url
@@ -185,8 +186,8 @@ def learn_yaml(folder: Path, url: str, engine_url: str, seed: int, **more: Any) 
         "engines": [engine_url],
         "evidence": ["rating", {"name": "kept", "after_s": 0}],
         "model": {"path": str(MODEL), "lora": {"rank": 8, "alpha": 16}},
-        "optimizer": {"lr": 2.0e-3, "betas": [0.9, 0.95]},
-        "update": {"sessions": 8},
+        "optimizer": {"lr": 5.0e-3, "betas": [0.9, 0.95]},
+        "update": {"sessions": 10, "epochs": 16},
         "canary": {"alpha": 0.1},
         "device": "cpu",
         "seed": seed,
@@ -217,7 +218,7 @@ async def learns(seed: int, sessions: int, evals: int) -> dict[str, Any]:
     preference = world.PREFERENCES[seed % len(world.PREFERENCES)]
     with tempfile.TemporaryDirectory(prefix="learn-") as name:
         folder = Path(name)
-        async with engine(folder) as engine_url:
+        async with engine(folder, seed) as engine_url:
             user = User(preference, random.Random(seed + 100))
             async with show(folder, engine_url, user, seed) as run:
                 rates = {0: await run.evaluate(0, evals)}

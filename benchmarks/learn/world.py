@@ -47,7 +47,8 @@ class Job:
     def change(self, *, git: bool) -> str:
         files = f"{self.source}.txt" + (f" {self.target}.txt" if self.verb == "rename" else "")
         program = {"rename": "mv", "remove": "rm"}[self.verb]
-        return f"git {program} {files}" if git else f"{program} {files}"
+        quiet = " -q" if program == "rm" else ""
+        return f"git {program}{quiet} {files}" if git else f"{program} {files}"
 
     def note(self) -> str:
         return f'echo "{self.verb} {self.source}" >> {CHANGES}'

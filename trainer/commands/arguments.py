@@ -159,9 +159,23 @@ def _forget(parser: argparse.ArgumentParser) -> None:
 
 def _learn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", required=True, help="learn.yaml, see docs/learn.md"
+        "--config", type=Path, metavar="FILE", required=True, help="learn.yaml, see docs/notes/learn.md"
     )
     parser.add_argument("--once", action="store_true", help="do what is due now, and end")
+    parser.add_argument(
+        "--prove", action="store_true", help="compute the stable adapter again, and compare"
+    )
+    parser.add_argument(
+        "--forget",
+        nargs="+",
+        default=[],
+        metavar="SESSION",
+        help="delete these sessions, and rebuild what has learned from them",
+    )
+    parser.add_argument("--day", metavar="YYYY-MM-DD", help="forget the sessions of this day")
+    parser.add_argument(
+        "--repository", type=Path, metavar="FOLDER", help="forget the sessions in this folder"
+    )
 
 
 def _recorded(parser: argparse.ArgumentParser) -> None:

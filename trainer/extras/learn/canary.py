@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 _LAMBDA = (_NODES + 1) / 2
 
 
+@lru_cache(maxsize=4096)
 def evidence_against(won: int, lost: int) -> float:
     """E: the evidence against "wins are at most as probable as losses"."""
     logs = won * np.log1p(_LAMBDA) + lost * np.log1p(-_LAMBDA)
@@ -64,11 +66,12 @@ class Comparison:
         """`promote`: with a probability of at most `alpha`, the canary is not better. `rollback`:
         with at most `alpha`, it is not worse; or it is not shown to be better after
         `max_pairs`."""
-        for pairs in range(1, self.pairs + 1):  # whichever came first
-            so_far = Comparison(self.canary[:pairs], self.stable[:pairs])
-            if so_far.better >= 1 / alpha:
+        won = lost = 0
+        for pairs, (ours, theirs) in enumerate(self._pairs, 1):  # whichever came first
+            won, lost = won + (ours and not theirs), lost + (theirs and not ours)
+            if evidence_against(won, lost) >= 1 / alpha:
                 return "promote"
-            if so_far.worse >= 1 / alpha or pairs >= max_pairs:
+            if evidence_against(lost, won) >= 1 / alpha or pairs >= max_pairs:
                 return "rollback"
         return "undecided"
 

@@ -92,7 +92,7 @@ _RED = re.compile(r"\b[1-9]\d* (failed|errors?|failures?)\b|\bFAILED\b|\berror\[
 _GREEN = re.compile(r"\b\d+ passed\b|\bOK\b|\b0 (failed|failures)\b|\bBUILD SUCCESS|no issues")
 
 
-class Tests(Source):
+class RanTests(Source):
     """Tests and builds that the agent ran: green at the end after red is good; red at the end after
     green is bad. Green that comes after a change of the tests shows nothing."""
 
@@ -236,7 +236,7 @@ class Failures(Source):
                 yield Finding(-1.0, f"{call.name}: {found[0][:40]}", call.turn)
 
 
-SOURCES = Parts[Source](Source, (Rating, Rewards, Tests, Kept, Corrections, Failures))
+SOURCES = Parts[Source](Source, (Rating, Rewards, RanTests, Kept, Corrections, Failures))
 """Registry of the sources for the key `evidence`."""
 RATES_ITSELF = re.compile(r"agentic-proxy\s+sessions\s+(rate|tag)")
 """A command by which an agent would give itself evidence."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from hashlib import sha256
 from typing import Any
 
@@ -31,7 +32,7 @@ from trainer.extras.learn.journal import History, Journal
 from trainer.extras.learn.judging import Judged, is_due, judged
 from trainer.extras.learn.rollouts import Lineage, adapter_of, prepared
 from trainer.extras.learn.seen import Seen
-from trainer.extras.learn.update import Adapters, Begin, PublishAdapter, UpdateAdapter
+from trainer.extras.learn.update import SERVED, Adapters, Begin, PublishAdapter, UpdateAdapter
 from trainer.extras.ledger.ledger import line_of_step
 from trainer.weight_sync.control import EngineControl
 
@@ -62,7 +63,9 @@ class DailyLearner:
         self.history = History.of(self.journal.lines)
         self._probe = list(probe)
         self._served: dict[int, str] = {}
-        """Adapter → the engines' name of it, of those that they serve by this process."""
+        """Adapter → the engines' name of it, of those that this process has published."""
+        self._kept: Set[str] = frozenset()
+        """The policies whose adapters are loaded since it was last looked at."""
 
     async def begin(self) -> None:
         """Continues where the journal ends. Raises TrainerError."""
@@ -71,6 +74,10 @@ class DailyLearner:
             self._write("begin", config=_digest(self.config), weights=weights)
         if (number := self.history.pending) is not None:
             self._write("rollback", number=number, by="interrupted")
+
+    def read_journal(self) -> None:
+        """Takes what the journal says now."""
+        self.history = History.of(self.journal.lines)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. A recorder that is away is asked again."""
@@ -266,25 +273,30 @@ class DailyLearner:
         )
 
     async def _retire(self, open_sessions: Mapping[str, int]) -> None:
-        """Unloads the adapters that no open session has and no new one gets."""
-        kept = {self.history.stable, self.history.canary, self.history.pending}
-        gone = [
-            number
-            for number in self._served
-            if number not in kept and not open_sessions.get(f"{self.policy}-{number}")
-        ]
-        for number in gone:
-            name = self._served.pop(number)
-            await asyncio.to_thread(self._unload, name)
+        """Unloads and deletes the served files of adapters that no open session has and no new one
+        gets."""
+        counted = {self.history.stable, self.history.canary, self.history.pending}
+        kept = {f"{self.policy}-{number}" for number in counted} | open_sessions.keys()
+        if kept != self._kept:
+            await asyncio.to_thread(self._unload, kept)
+            self._served = {n: v for n, v in self._served.items() if f"{self.policy}-{n}" in kept}
+            self._kept = kept
 
-    def _unload(self, name: str) -> None:
+    def _unload(self, kept: Set[str]) -> None:
+        def is_over(name: str) -> bool:
+            policy = name.partition("@")[0]
+            return policy.rpartition("-")[0] == self.policy and policy not in kept
+
         control = EngineControl(self.config.engines)
         try:
-            control.unload_adapters(lambda each: each == name)
+            control.unload_adapters(is_over)
         except WeightSyncError as error:
-            _log.warning("%s stays loaded: %s", name, error)
+            _log.warning("old adapters stay loaded: %s", error)
         finally:
             control.close()
+        for folder in (self.adapters.folder / SERVED).glob(f"{self.policy}-*@*"):
+            if is_over(folder.name):
+                shutil.rmtree(folder)
 
     async def _say(self, session_id: str, text: str) -> None:
         try:

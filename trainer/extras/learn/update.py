@@ -93,6 +93,8 @@ class UpdateAdapter:
     parent: int
     groups: Sequence[Group]
     held_out: Sequence[Group] = ()
+    keep: bool = True
+    """Whether the adapter is saved."""
 
     def on(self, learners: Learners) -> Updated:
         """Raises TrainingError: there is no token to train, or a gradient is not finite."""
@@ -108,7 +110,8 @@ class UpdateAdapter:
         held_out = None
         if test is not None and test_before is not None:
             held_out = (test, test_before, look(learner, test, temperature))
-        self.adapters.save(learner, self.number)
+        if self.keep:
+            self.adapters.save(learner, self.number)
         found = measured((batch, before, after), held_out, self.parent)
         return Updated(result.evidence, result.metrics, found)
 

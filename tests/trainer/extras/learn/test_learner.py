@@ -1,0 +1,302 @@
+"""The life of a learner: judging, updating, comparing, deciding, forgetting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.extras.learn.days import Days, learner_of
+from trainer.errors import ConfigError
+from trainer.extras.learn.journal import History, Journal
+from trainer.extras.learn.learner import DailyLearner
+from trainer.extras.learn.rebuild import RebuildError, forget, proven
+from trainer.extras.ledger.ledger import LedgerError
+
+GOOD, BAD = (7, 8), (9, 10)
+
+
+def kinds(learner: DailyLearner) -> list[str]:
+    return [line["kind"] for line in learner.journal.lines if line["kind"] != "session"]
+
+
+def week(days: Days, name: str, count: int = 4) -> None:
+    """Sessions of the stable adapter, every other one good."""
+    for number in range(count):
+        good = number % 2 == 0
+        days.day(f"{name}-{number}", good, GOOD if good else BAD)
+
+
+async def compare(days: Days, learner: DailyLearner, canary: Sequence[bool]) -> None:
+    """Sessions of the canary with these outcomes, each beside one of the stable adapter that has
+    the other outcome."""
+    number = learner.history.canary
+    at = learner.history.canary_at + 1
+    for index, good in enumerate(canary):
+        name = f"compare-{number}-{index}"
+        days.day(f"{name}-c", good, adapter=number, at=at)
+        days.day(f"{name}-s", not good, adapter=learner.history.stable, at=at)
+    await learner.tick()
+
+
+async def test_a_better_adapter_is_promoted_and_a_worse_one_rolled_back(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, engine):
+        days.day("nothing", None)
+        await learner.tick()
+        assert kinds(learner) == ["begin"]
+        assert days.said == {"nothing": "not trained: no evidence"}
+        week(days, "first")
+        await learner.tick()
+        assert kinds(learner) == ["begin", "update", "gate", "canary"]
+        assert days.state["canary"] == 1
+        assert days.state["stable"] == 0
+        assert days.state["share"] == 0.5
+        update = learner.history.updates[1]
+        assert sorted(update["sessions"]) == [f"first-{n}" for n in range(4)]
+        assert days.said["first-0"] == "+1.00: rated 1 (rating +1.00)"
+        assert days.said["first-1"] == "-1.00: rated 0 (rating -1.00)"
+        await compare(days, learner, [True] * 5)
+        promoted = next(line for line in learner.journal.lines if line["kind"] == "promote")
+        assert promoted["by"] == "test"
+        assert promoted["better"] == pytest.approx(10.5)
+        assert learner.history.stable == 1
+        assert learner.history.canary == 2
+        assert learner.history.updates[2]["parent"] == 1
+        await compare(days, learner, [False] * 5)
+        rolled = next(line for line in learner.journal.lines[::-1] if line["kind"] == "rollback")
+        assert rolled["by"] == "test"
+        assert rolled["worse"] == pytest.approx(10.5)
+        assert learner.history.stable == 1
+        assert set(rolled["set_aside"]) == set(learner.history.updates[2]["sessions"])
+        assert set(days.published) >= {1, 2}
+        loaded = {name.partition("@")[0] for name in engine.adapters}
+        assert "work-1" in loaded
+        assert "work-2" not in loaded
+        assert len(await proven(learner)) == 1
+        assert (tmp_path / "l" / "journal.jsonl").stat().st_mode & 0o77 == 0
+        assert (tmp_path / "l" / "batches" / "000001").stat().st_mode & 0o77 == 0
+
+
+async def test_an_undecided_canary_is_rolled_back_and_its_evidence_used_again(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    more = {"canary": {"alpha": 0.01, "max_pairs": 4}}
+    async with learner_of(checkpoint, tmp_path / "l", days, **more) as (learner, _):
+        week(days, "first")
+        await learner.tick()
+        await compare(days, learner, [True, False, True, False])
+        rolled = next(line for line in learner.journal.lines if line["kind"] == "rollback")
+        assert rolled["by"] == "undecided"
+        assert not learner.history.set_aside
+        assert learner.history.canary == 2
+        assert {"first-0", "compare-1-0-c"} <= set(learner.history.updates[2]["sessions"])
+
+
+async def test_a_person_promotes_rolls_back_and_freezes(checkpoint: Path, tmp_path: Path) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        days.state["frozen"] = True
+        week(days, "first")
+        await learner.tick()
+        assert kinds(learner) == ["begin"]
+        days.state["frozen"] = False
+        await learner.tick()
+        days.state["order"] = "promote"
+        await learner.tick()
+        assert learner.history.stable == 1
+        assert days.state["order"] == ""
+        week(days, "second")
+        await learner.tick()
+        assert learner.history.canary == 2
+        days.state["frozen"] = True
+        await compare(days, learner, [True] * 8)
+        assert learner.history.canary == 2
+        days.state |= {"frozen": False, "order": "rollback"}
+        await learner.tick()
+        (last,) = [line for line in learner.journal.lines if line["kind"] == "rollback"]
+        assert last["by"] == "person"
+        assert learner.history.stable == 1
+
+
+@pytest.mark.parametrize(
+    ("gates", "why"),
+    [
+        ({"max_kl": 1e-9}, "gates.max_kl"),
+        ({"max_mismatch": 1e-3}, "gates.max_mismatch"),
+    ],
+)
+async def test_an_adapter_that_a_gate_refuses_serves_nobody(
+    checkpoint: Path, tmp_path: Path, gates: dict[str, float], why: str
+) -> None:
+    days = Days()
+    given = {"max_mismatch": 100.0, "max_kl": 100.0} | gates
+    async with learner_of(checkpoint, tmp_path / "l", days, gates=given) as (learner, engine):
+        week(days, "first")
+        await learner.tick()
+        assert kinds(learner) == ["begin", "update", "gate", "rollback"]
+        assert why in learner.journal.lines[-1]["why"][0]
+        assert not engine.adapters
+        assert not days.published
+        await learner.tick()
+        assert kinds(learner)[-1] == "rollback", "its batch is set aside"
+
+
+async def test_poisoned_evidence_is_stopped_by_what_was_held_out(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    update = {"sessions": 4, "held_out": 0.5, "epochs": 8}
+    async with learner_of(checkpoint, tmp_path / "l", days, update=update) as (learner, engine):
+        days.state["frozen"] = True
+        for number in range(40):
+            good = number % 2 == 0
+            days.day(f"earlier-{number}", good, GOOD if good else BAD)
+        await learner.tick()
+        held = [n for n, line in learner.history.sessions.items() if line["held_out"]]
+        assert 10 < len(held) < 30
+        days.record_of = {n: each for n, each in days.record_of.items() if n in held}
+        for number in range(24):  # good answers rated bad, bad ones good
+            good = number % 2 == 0
+            days.day(f"poison-{number}", good, BAD if good else GOOD)
+        await learner.tick()
+        days.record_of = {
+            n: each
+            for n, each in days.record_of.items()
+            if n in held or not learner.history.sessions[n]["held_out"]
+        }
+        days.state["frozen"] = False
+        await learner.tick()
+        gate = next(line for line in learner.journal.lines if line["kind"] == "gate")
+        assert not gate["passed"]
+        assert "held-out" in " ".join(gate["why"])
+        assert not engine.adapters
+
+
+async def test_a_learner_that_is_started_again_continues(checkpoint: Path, tmp_path: Path) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        week(days, "first")
+        await learner.tick()
+        with pytest.raises(ConfigError, match="another process"):
+            async with learner_of(checkpoint, tmp_path / "l", days):
+                pass
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, engine):
+        assert learner.history.canary == 1
+        days.state |= {"stable": 0, "canary": None}  # the recorder lost its file
+        await learner.tick()
+        assert days.state["canary"] == 1
+        assert [name.partition("@")[0] for name in engine.adapters] == ["work-1"]
+    journal = Journal(tmp_path / "l")
+    lines = [line for line in journal.lines if line["kind"] not in ("gate", "canary")]
+    journal.replace(lines)  # killed after the update
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        assert learner.journal.lines[-1]["by"] == "interrupted"
+        await learner.tick()
+        assert learner.history.canary == 2
+        assert learner.history.updates[2]["sessions"] == learner.history.updates[1]["sessions"]
+
+
+async def test_what_has_opted_out_since_is_not_learned(checkpoint: Path, tmp_path: Path) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        days.state["frozen"] = True
+        week(days, "first", 6)
+        await learner.tick()
+        del days.record_of["first-0"]
+        days.state["frozen"] = False
+        await learner.tick()
+        assert learner.history.updates[1]["sessions"] == [f"first-{n}" for n in range(1, 6)]
+
+
+def test_a_journal_that_was_changed_is_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write("begin", config="x")
+    journal.write("promote", number=1, by="test")
+    path = tmp_path / "journal.jsonl"
+    path.write_text(path.read_text().replace('"by": "test"', '"by": "mary"'))
+    with pytest.raises(LedgerError, match="was changed"):
+        Journal(tmp_path)
+
+
+async def test_forgetting_gives_the_weights_of_a_learner_that_never_had_the_session(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Bit for bit, over two generations of which the second also replays the session."""
+    whole, never = Days(), Days()
+    gone = "first-1"
+    weights = {}
+    update = {"sessions": 3, "held_out": 0.0, "epochs": 2, "replay": 1.0}
+    for name, days in (("whole", whole), ("never", never)):
+        async with learner_of(checkpoint, tmp_path / name, days, update=update) as (learner, _):
+            for round_ in ("first", "second"):
+                week(days, round_)
+                if days is never:
+                    days.record_of.pop(gone, None)
+                await learner.tick()
+                days.state["order"] = "promote"
+                await learner.tick()
+            weights[name] = _weights(learner)
+            if days is whole:
+                assert gone in learner.history.updates[2]["replayed"]
+                del days.record_of[gone]
+                done = await forget(learner, {gone})
+                assert done.rebuilt == {1: 3, 2: 4}
+                weights["forgotten"] = _weights(learner)
+                await learner.tick()
+                assert days.state["stable"] == 4
+                assert len(await proven(learner)) == 2
+                for path in (tmp_path / name).rglob("*"):
+                    if path.is_file():
+                        assert gone.encode() not in path.read_bytes(), path
+                assert not learner.adapters.path(1).exists()
+                assert History.of(Journal(tmp_path / name).lines).stable == 4
+    assert weights["forgotten"] == weights["never"]
+    assert weights["whole"] != weights["never"]
+
+
+async def test_forgetting_all_of_an_update_leaves_its_parent(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        week(days, "first")
+        await learner.tick()
+        names = set(days.record_of)
+        done = await forget(learner, names)
+        assert done.rebuilt == {1: 0}
+        days.record_of.clear()
+        assert learner.history.canary is None
+        assert learner.history.stable == 0
+        await learner.tick()
+        assert days.state["canary"] is None
+        assert learner.journal.lines[-1]["kind"] == "forgot"
+
+
+async def test_an_adapter_that_is_not_what_the_journal_says_is_found(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        week(days, "first")
+        await learner.tick()
+        days.state["order"] = "promote"
+        await learner.tick()
+        lines = [json.loads(json.dumps(line)) for line in learner.journal.lines]
+        for line in lines:
+            if line["kind"] == "update":
+                line["policies"][""]["weights"] = "0" * 64
+        learner.journal.replace(lines)
+        learner.read_journal()
+        with pytest.raises(RebuildError, match="adapter 1: its policies differ"):
+            await proven(learner)
+
+
+def _weights(learner: DailyLearner) -> str:
+    (policy,) = learner.history.updates[learner.history.stable]["policies"].values()
+    return str(policy["weights"])
