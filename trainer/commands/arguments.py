@@ -159,7 +159,11 @@ def _forget(parser: argparse.ArgumentParser) -> None:
 
 def _learn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", required=True, help="learn.yaml, see docs/notes/learn.md"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help="see docs/notes/learn.md",
     )
     parser.add_argument("--once", action="store_true", help="do what is due now, and end")
     parser.add_argument(
