@@ -333,6 +333,8 @@ class Rollout:
     prefix: str = ""
     """The recorded turns with which it began and which it does not train, as `SESSION@TURNS`.
     Rollouts of a group share a baseline only if they have the same prefix; empty: none."""
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """The bytes of the images in `segments` by their sha256, as the agent sent them."""
 
     @property
     def trainable(self) -> bool:

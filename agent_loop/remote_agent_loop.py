@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 import shortuuid
 
-from agent_loop.errors import AgentLoopError, BranchError, LostAgentError
+from agent_loop.errors import AgentLoopError, BranchError, LostAgentError, TrajectoryError
 from agent_loop.launchers.left_files import remove_folder
 from agent_loop.launchers.protocol import Launcher
 from agent_loop.processes.threads import run_to_end
@@ -47,6 +47,7 @@ from agent_loop.rewards.protocol import RewardSource
 from agent_loop.trial.config import RecordingConfig, SamplingConfig, TrialConfig
 from agent_loop.trial.folders import FinishedTrials
 from agent_loop.trial.outcome import Attempt, failed_rollout, grade_trial
+from agent_loop.trial.pictures import with_pictures
 from agent_loop.trial.salvage import LostTrial, Retries, crashed_again
 from proxy.client import ProxyClient, ProxyClientError, SessionHandle, patiently
 from proxy.config import RetentionConfig
@@ -354,7 +355,7 @@ class _TrialRun:
     async def _grade(self, finished: FinishedTrial) -> Rollout:
         self.state = TrialState.GRADING
         loop = self._loop
-        return await grade_trial(
+        rollout = await grade_trial(
             self._attempt,
             finished,
             loop.rewards,
@@ -362,6 +363,14 @@ class _TrialRun:
             started=self._started,
             times_s=self._times_s,
         )
+        return await with_pictures(rollout, self._picture)
+
+    async def _picture(self, sha256: str) -> bytes:
+        proxy, trial_id = self._loop.proxy, self._attempt.trial_id
+        try:
+            return await self._loop.patiently(lambda: proxy.image(trial_id, sha256))
+        except ValueError as error:
+            raise TrajectoryError(f"session {trial_id!r}: {error}") from error
 
     def _failed(self, error: Exception) -> Rollout:
         return failed_rollout(

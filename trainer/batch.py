@@ -316,6 +316,7 @@ def _merged(rollouts: Sequence[tuple[int, Rollout]]) -> Batch:
         sequences=tuple(sequences),
         routing=tuple(routing) if any(each is not None for each in routing) else (),
         images=tuple(images) if any(images) else (),
+        pictures={name: data for _, r in rollouts for name, data in r.pictures.items()},
         sequence_rollout=_int(sequence_rollout),
         sequence=_int(sequence),
         position=_int(position),

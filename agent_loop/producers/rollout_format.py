@@ -5,6 +5,7 @@ Invariant: `decode_group(encode_group(group))` equals `group`, and its arrays ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,9 +22,9 @@ FORMAT = 1
 
 
 def encode_group(group: Group) -> bytes:
-    return _ENCODER.encode(
-        _Group(FORMAT, group.group_id, _task(group.task), [_encode(r) for r in group.rollouts])
-    )
+    rollouts = [_encode(rollout) for rollout in group.rollouts]
+    pictures = {name: data for r in group.rollouts for name, data in r.pictures.items()}
+    return _ENCODER.encode(_Group(FORMAT, group.group_id, _task(group.task), rollouts, pictures))
 
 
 def decode_group(data: bytes) -> Group:
@@ -34,7 +35,8 @@ def decode_group(data: bytes) -> Group:
             f"the group has format {fields.format}, but this version reads format {FORMAT}"
         )
     task = Task(**fields.task)
-    return Group(fields.group_id, task, tuple(_decode(r, task) for r in fields.rollouts))
+    rollouts = tuple(_decode(r, task, fields.pictures) for r in fields.rollouts)
+    return Group(fields.group_id, task, rollouts)
 
 
 class _Segment(msgspec.Struct, array_like=True):
@@ -62,6 +64,8 @@ class _Group(msgspec.Struct, array_like=True):
     group_id: str
     task: dict[str, Any]
     rollouts: list[_Rollout]
+    pictures: dict[str, bytes] = {}
+    """The images of all of its rollouts."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -124,26 +128,30 @@ def _decode_kept(segment: _Segment) -> KeptTokens | None:
     return np.frombuffer(segment.kept, "<i4").reshape(rows, -1)
 
 
-def _decode(fields: _Rollout, task: Task) -> Rollout:
+def _decode(fields: _Rollout, task: Task, pictures: Mapping[str, bytes]) -> Rollout:
     plain = dict(fields.fields)
+    segments = tuple(map(_decode_segment, fields.segments))
+    named = {image.sha256 for segment in segments for image in segment.images}
     return Rollout(
         task=task,
         status=RolloutStatus(plain.pop("status")),
-        segments=tuple(
-            Segment(
-                segment.parent,
-                np.frombuffer(segment.ids, "<i4"),
-                np.frombuffer(segment.mask, np.bool_),
-                np.frombuffer(segment.logprobs, "<f4"),
-                np.frombuffer(segment.versions, "<i4"),
-                np.frombuffer(segment.turns, "<i4"),
-                _decode_routing(segment.experts, segment.routed),
-                _decode_kept(segment),
-                images_of(segment.images),
-            )
-            for segment in fields.segments
-        ),
+        segments=segments,
         turn_returns=fields.turn_returns,
         truncated_turns=tuple(fields.truncated_turns),
+        pictures={name: pictures[name] for name in named & pictures.keys()},
         **plain,
+    )
+
+
+def _decode_segment(segment: _Segment) -> Segment:
+    return Segment(
+        segment.parent,
+        np.frombuffer(segment.ids, "<i4"),
+        np.frombuffer(segment.mask, np.bool_),
+        np.frombuffer(segment.logprobs, "<f4"),
+        np.frombuffer(segment.versions, "<i4"),
+        np.frombuffer(segment.turns, "<i4"),
+        _decode_routing(segment.experts, segment.routed),
+        _decode_kept(segment),
+        images_of(segment.images),
     )

@@ -87,6 +87,7 @@ class RunServices:
                 key = _admin_key(server.url)
                 engines.proxy = await stack.enter_async_context(ProxyClient(server.url, key))
                 stack.push_async_callback(engines.release_policies)
+                await _check_images(engines.proxy, self.config.model.vision)
                 yield Services(engines, engines.proxy)
                 return
             assert proxy is not None
@@ -94,6 +95,7 @@ class RunServices:
             await self.control.wait_for(proxy.start())
             client = await stack.enter_async_context(ProxyClient(proxy.url, proxy.admin_key))
             engines.proxy = client
+            await _check_images(client, self.config.model.vision)
             ended = asyncio.create_task(_keep_running(engines, proxy, client, self.say))
             stack.push_async_callback(_cancel, ended)
             self.control.watch(ended)
@@ -141,13 +143,31 @@ class RunServices:
             "run": str(self.folder.path.absolute()),
             "tools": server.tools.model_dump(),
             "rules": [rule.model_dump(mode="json") for rule in server.rules],
-            "rendering": {"renderer": server.renderer, "template_kwargs": server.template_kwargs},
+            "rendering": {
+                "renderer": server.renderer,
+                "template_kwargs": server.template_kwargs,
+                "images": server.images and config.model.vision != "text",
+            },
             **workers.proxy_settings,
         }
         proxy = self.cluster.proxy(settings)
         stack.push_async_callback(proxy.stop)
         await proxy.begin()
         return proxy
+
+
+async def _check_images(client: ProxyClient, vision: str) -> None:
+    """
+    Raises:
+        ConfigError: images are trained, but an engine would get a text in their place.
+    """
+    for engine in await client.engines() if vision != "text" else ():
+        if engine["healthy"] and not engine["images"]:
+            raise ConfigError(
+                f"model.vision={vision}: the engine {engine['url']} prepares no images; it needs "
+                "torchvision and the checkpoint's processor (its log says what is missing), and "
+                "proxy_server.images=true"
+            )
 
 
 async def _said_link(folder: RunFolder, url: str) -> str:

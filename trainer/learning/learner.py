@@ -354,7 +354,9 @@ class Learner:
         if not policy:
             device = self.models.policy.device
             try:
-                return WeightSync(control, self.config.engine.weight_transfer, device)
+                tower = self.config.model.vision == "trained"
+                transfer = self.config.engine.weight_transfer
+                return WeightSync(control, transfer, device, tower=tower)
             except BaseException:
                 control.close()
                 raise

@@ -27,6 +27,8 @@ from proxy.engines.address import EngineAddress
 from proxy.engines.vllm_pause import LOAD_S, LOADS, PAUSE, RESET_CACHES, RESUME
 from trainer.errors import WeightSyncError
 
+RESET_FEATURES = "/reset_encoder_cache"
+
 T = TypeVar("T")
 HEALTH_INTERVAL_S = 1.0
 """How often a waiting request asks whether its engine is alive."""
@@ -91,11 +93,14 @@ class EngineControl:
         """Undoes `sleep`."""
         self._post_all("/wake_up")
 
-    def reset_caches(self) -> None:
+    def reset_caches(self, *, tower: bool = False) -> None:
         """Deletes all keys and values of the paused engines, also those in a host tier; the ones of
         running requests are computed again. An engine that loads keys and values from its host tier
-        refuses, and loads nothing while it is paused; it samples until the load has ended."""
+        refuses, and loads nothing while it is paused; it samples until the load has ended. `tower`:
+        also the features of images, which are kept by the image alone."""
         list(self._pool.map(self._reset_caches, self.urls))
+        if tower:  # no running request has any, since its keys and values are deleted
+            self._post_all(RESET_FEATURES)
 
     def weight_versions(self) -> list[str]:
         return [str(answer["weight_version"]) for answer in self._all("GET", "/weight_info", None)]

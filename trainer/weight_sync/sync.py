@@ -42,9 +42,12 @@ class WeightSync:
         control: EngineControl,
         backend: Backend = "shm",
         device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+        *,
+        tower: bool = False,
     ) -> None:
-        """`device` holds the weights that will be sent."""
+        """`device` holds the weights that will be sent, among them those of a `tower`."""
         self.control = control
+        self._tower = tower
         self.transport: Transport = open_transport(backend, control, device)
         self._dtypes: Dtypes | None = None
         """In which types weights are sent; None: the engines have not been asked."""
@@ -68,7 +71,9 @@ class WeightSync:
         self.transport.stage(sent, described)
         self.control.pause()
         paused = time.perf_counter()
-        self.control.reset_caches()  # not beside `send`: it may resume the engines in between
+        self.control.reset_caches(
+            tower=self._tower
+        )  # not beside `send`: it may resume the engines in between
         self.transport.send()
         self._expect_version(version)
         self.control.resume()

@@ -143,6 +143,9 @@ class SwarmProducer:
         except (RewardError, CreditError, TrajectoryError) as error:
             # One client's episode must not end the run of all others.
             return failed_rollout(attempt, str(error), agent=agent, turns=turns, times_s=times_s)
+        if any(segment.images for segment in rollout.segments):
+            lost = "it has images, which a swarm does not hand to the trainer"
+            return failed_rollout(attempt, lost, agent=agent, turns=turns, times_s=times_s)
         if episode.generation == self._generation:
             return rollout
         return replace(rollout, segments=tuple(map(self._aged, rollout.segments)))

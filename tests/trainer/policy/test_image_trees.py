@@ -34,7 +34,7 @@ from tests.trainer.policy.float64 import in_float64
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch, build_batch
 from trainer.errors import ConfigError, TrainingError
-from trainer.extras.images.pixels import GRID, PIXELS, Pixels, digest_of
+from trainer.extras.images.pixels import GRID, PIXELS, Pixels, item_digest
 from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.image_reader import reader_of
@@ -104,7 +104,7 @@ class StandIn:
         random = torch.Generator().manual_seed(seed)
         values = torch.randn(rows * columns, 3 * 2 * 16 * 16, generator=random)
         grid = torch.tensor([1, rows, columns])
-        return Pixels(values, grid, digest_of({PIXELS: values, GRID: grid}))
+        return Pixels(values, grid, item_digest({PIXELS: values, GRID: grid}))
 
 
 @pytest.fixture(autouse=True)
@@ -174,12 +174,17 @@ def tree() -> list[Written]:
 def batch_of(paths: list[Written]) -> Batch:
     task = Task("images", {})
     rollouts = [
-        Rollout(f"path {n}", task, RolloutStatus.DONE, 0.0, segments=(path.segment(2),))
+        Rollout(
+            f"path {n}",
+            task,
+            RolloutStatus.DONE,
+            0.0,
+            segments=(path.segment(2),),
+            pictures=path.data,
+        )
         for n, path in enumerate(paths)
     ]
-    batch = build_batch([Group("images", task, rollouts)])
-    batch.pictures = {sha256: data for path in paths for sha256, data in path.data.items()}
-    return batch
+    return build_batch([Group("images", task, rollouts)])
 
 
 @pytest.fixture(scope="module", params=KINDS)

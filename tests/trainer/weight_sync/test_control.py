@@ -89,3 +89,12 @@ def test_engine_that_keeps_old_keys_and_values_is_refused() -> None:
         with pytest.raises(WeightSyncError, match="did not reset its prefix cache"):
             control.reset_caches()
         control.close()
+
+
+def test_features_of_images_are_forgotten_if_the_tower_is_trained() -> None:
+    """After keys and values, because those of running requests are computed from features."""
+    with fake_engine() as (engine, url):
+        control = EngineControl([url])
+        control.reset_caches(tower=True)
+        control.close()
+    assert engine.calls == ["/reset_prefix_cache", "/reset_encoder_cache"]

@@ -7,7 +7,6 @@ scaling and normalisation to the tower (vLLM 0.32, measured in docs/notes/images
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import AutoImageProcessor
 
+from proxy.engines.images import GRID, digest_of
 from trainer.errors import ConfigError, TrainingError
 
-GRID = "image_grid_thw"
 PIXELS = "pixel_values"
 
 
@@ -65,7 +64,7 @@ class Processor:
             raise TrainingError(f"the bytes are not an image: {error}") from error
         raw = self._made(image, do_rescale=False, do_normalize=False)
         item = {PIXELS: raw[PIXELS], GRID: raw[GRID][0]}
-        return Pixels(self._made(image)[PIXELS], raw[GRID][0], digest_of(item))
+        return Pixels(self._made(image)[PIXELS], raw[GRID][0], item_digest(item))
 
     def _made(self, image: Image.Image, **changes: Any) -> Any:
         return self._make(images=[image], return_tensors="pt", **changes)
@@ -79,13 +78,15 @@ def upright_on_white(data: bytes) -> Image.Image:
     return Image.alpha_composite(white, image).convert("RGB")
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of names, types, shapes and bytes, in the order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        content = tensor.view(torch.uint8).numpy().tobytes()
-        digest.update(f"{name} {kind} {shape} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()
+def item_digest(tensors: Mapping[str, Tensor]) -> str:
+    """`PreparedImage.digest` of what an engine would have made of these tensors."""
+    return digest_of(
+        {
+            name: (
+                str(each.dtype).removeprefix("torch."),
+                tuple(each.shape),
+                each.contiguous().view(torch.uint8).numpy().tobytes(),
+            )
+            for name, each in tensors.items()
+        }
+    )
