@@ -244,7 +244,7 @@ class ControlPlane:
 
     @route(
         "GET",
-        _NAMED + "/images/{sha256:[0-9a-f]{64}}",
+        _NAMED + "/images/{sha256:[0-9a-f]+}",
         summary="An image of a turn, as the agent sent it",
         refusals=(404,),
         other_types=MEDIA_TYPES,
