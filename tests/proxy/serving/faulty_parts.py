@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from proxy.engines.protocol import Chunk, EngineInfo, PreparedImage, Sampling, Take
 from proxy.errors import EngineError, StoreError
 from proxy.records import FinishReason, Ids
+from proxy.records.images import check_images
 from proxy.rendering.rendering import Rendering
 from proxy.store.sqlite import SqliteStore
 
@@ -82,7 +84,7 @@ class GatedEngine:
     numbers = itertools.count()
 
     def __init__(self, rendering: Rendering, gates: Gates) -> None:
-        self.info = EngineInfo("gated", "http://gated")
+        self.info = EngineInfo("gated", "http://gated", images=rendering.image_token is not None)
         self._rendering = rendering
         self._gates = gates
 
@@ -96,6 +98,10 @@ class GatedEngine:
         cache_salt: str | None = None,
         stream: bool = True,
     ) -> None:
+        if sampling.images is not None:
+            check_images(prompt_ids, sampling.images.spans)
+            for span in sampling.images.spans:
+                await sampling.images.item(span)
         ids = self._rendering.tokenizer.encode(f"Answer {next(self.numbers)}, thank you.")
         await self._gates.pass_through(EngineError("failed at once"))
         take(Chunk(ids, [-1.0] * len(ids)))
@@ -104,7 +110,10 @@ class GatedEngine:
         take(Chunk([end], [-0.5], finish_reason=FinishReason.STOP))
 
     async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
-        raise NotImplementedError
+        token = self._rendering.image_token
+        assert token is not None
+        await self._gates.pass_through(EngineError("prepared nothing"))
+        return PreparedImage(hashlib.sha256(data).hexdigest(), 3, token, (1, 2, 6), "item")
 
     async def abort(self, request_id: str) -> None:
         pass

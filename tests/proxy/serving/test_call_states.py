@@ -7,6 +7,7 @@ ended, no turn is open, no session is held, and the tree in memory equals the st
 from __future__ import annotations
 
 import asyncio
+import base64
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
@@ -20,14 +21,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from proxy.config import SessionsConfig, ToolsConfig
+from proxy.config import RenderingConfig, SessionsConfig, ToolsConfig
 from proxy.conversation.messages import Conversation, Message, load_answer
 from proxy.errors import EngineError, ProxyError, StoreError
 from proxy.metrics import Metrics
 from proxy.records import Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
 from proxy.routing.router import Router
-from proxy.serving import ownership
+from proxy.serving import images, ownership
 from proxy.serving.asked import Caller
 from proxy.serving.backend import Backend
 from proxy.serving.call import LiveCall
@@ -41,6 +43,8 @@ from proxy.store.protocol import Undelivered
 from proxy.store.sqlite import SqliteStore
 from proxy.token_tree.tree import TokenTree
 from proxy.wire.dialect import Call, ForcedCall, Options
+from proxy.wire.images import SentImages
+from tests.proxy.checkpoint import PICTURES, write_checkpoint
 from tests.proxy.serving.faulty_parts import CrashError, FaultKind, GatedEngine, Gates, faulty
 
 QUESTIONS = ("One?", "Two?")
@@ -117,8 +121,14 @@ class CallMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 2]),
     )
     def ask(self, question: str, stream: bool, retry: bool, n: int) -> None:
-        conversation = Conversation([Message("user", question)])
-        request = Call("m", conversation, Options(), n=n, stream=stream)
+        message, sent = Message("user", question), None
+        if self.rendering.image_token is not None:
+            sent = SentImages()
+            picture = base64.b64encode(b"\x89PNG\r\n\x1a\n" + question.encode()).decode()
+            block = {"type": "image", "source": {"type": "base64", "data": picture}}
+            message.text += sent.taken(block, "[image]") or ""
+        conversation = Conversation([message])
+        request = Call("m", conversation, Options(), n=n, stream=stream, images=sent)
         work = self.answered(request, retry)
         self.agents.append(Agent(self.loop.create_task(work), retry))
 
@@ -217,6 +227,8 @@ class CallMachine(RuleBasedStateMachine):
         held = self.held(live) if live is not None else set()
         assert live is None or live.own <= held
         assert [turn.index for turn in recorded] == list(range(len(recorded)))
+        for image in {image.sha256 for turn in recorded for image in turn.images}:
+            assert self.run(self.reader.get_image(image)) is not None
         texts = [load_answer(t.answer).text for t in recorded if t.status is TurnStatus.DONE]
         assert len(set(texts)) == len(texts)
 
@@ -378,13 +390,20 @@ async def test_call_that_is_aborted_while_its_answer_is_recorded_begins_no_requi
     assert (await scene.process.store.undelivered("t")).lost == {0}
 
 
+@pytest.mark.parametrize("with_images", [False, True])
 def test_no_turn_stays_open_or_is_lost_if_any_await_fails(
-    rendering: Rendering, monkeypatch: pytest.MonkeyPatch
+    rendering: Rendering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, with_images: bool
 ) -> None:
+    """With images: none that a turn names is missing in the store, whatever fails."""
+
     class Machine(CallMachine):
         pass
 
     Machine.rendering = rendering
+    if with_images:
+        seeing = load_tokenizer(write_checkpoint(tmp_path / "seeing", template=PICTURES))
+        Machine.rendering = Rendering(seeing, RenderingConfig())
+        monkeypatch.setattr(images, "LOOK_AGAIN_S", 0.0)
     with quick_retries(monkeypatch):
         run_state_machine_as_test(
             Machine,
