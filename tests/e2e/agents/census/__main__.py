@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.e2e.agents.census.agents import Agent, agents
 from tests.e2e.agents.census.families import CONTEXT_TOKENS, FAMILIES, Writer, write_family
 from tests.e2e.agents.census.report import load_rows, table, write_page
@@ -45,10 +46,18 @@ def checkpoint(family: str) -> Path:
 
 async def census_of(agent: Agent, writer: Writer, folder: Path, keep: Path) -> Row:
     """One agent with one family. What its trial left stays in `keep` if the row is not good."""
-    async with starting_proxies(folder, writer.rendering, keep) as start:
+    token = writer.rendering.image_token
+    async with (
+        ScriptedEngine(lambda _: [], image_token=token) as engine,
+        starting_proxies(folder, writer.rendering, keep) as start,
+    ):
         proxy = await start(
-            max_context_tokens=CONTEXT_TOKENS, rendering={"renderer": writer.renderer}
+            engine=engine,
+            max_context_tokens=CONTEXT_TOKENS,
+            rendering={"renderer": writer.renderer},
         )
+        while token is not None and not (await proxy.control.engines())[0]["images"]:
+            await engine.checked.wait()
         row, *_ = await run_agent(agent, proxy, writer, keep, timeout_s=TIMEOUT_S)
     if row.good:
         shutil.rmtree(keep, ignore_errors=True)

@@ -81,6 +81,8 @@ class Family:
     """Whether arguments are written as tags instead of JSON."""
     several_calls: bool = True
     """Whether one answer may have two calls."""
+    images: bool = False
+    """Whether the model reads images."""
 
 
 FAMILIES = {
@@ -93,6 +95,10 @@ FAMILIES = {
         Family(
             "qwen3.5", "qwen3_5_think.jinja", CONTROL_WORDS, CONTROL_WORDS[14:], _QWEN_ENDS,
             "<|im_end|>", "<|im_end|>", tags=True,
+        ),
+        Family(
+            "qwen3-vl", "qwen3_vl.jinja", CONTROL_WORDS, CONTROL_WORDS[14:], _QWEN_ENDS,
+            "<|im_end|>", "<|im_end|>", images=True,
         ),
         Family(
             "glm", "glm4moe.jinja", _GLM, _GLM[10:],
@@ -131,7 +137,10 @@ def _save(tokenizer: Tokenizer, family: Family, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": family.ends[0], "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": CONTEXT_TOKENS}))
+    model = {"max_position_embeddings": CONTEXT_TOKENS}
+    if family.images:
+        model["image_token_id"] = tokenizer.token_to_id("<|image_pad|>")
+    (folder / "config.json").write_text(json.dumps(model))
     ends = [tokenizer.token_to_id(word) for word in family.ends]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 

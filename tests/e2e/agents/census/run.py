@@ -52,6 +52,8 @@ class Row:
     changed: list[str] = field(default_factory=list)
     """Arguments that reached the agent changed, and files with other content than written."""
     failed: list[str] = field(default_factory=list)
+    images: int = 0
+    """Number of images that it sent to a model that reads them, each counted once."""
 
     @property
     def good(self) -> bool:
@@ -65,7 +67,8 @@ class Row:
             f"{self.agent} {self.version} {self.family}: {len(self.driven)} of "
             f"{len(self.offered)} tools, {self.turns} turns, {self.paths} paths, "
             f"{len(self.needless)} needless forks, {len(self.refused)} refused, "
-            f"{len(self.changed)} changed, {len(self.failed)} failed, other {dict(self.designed)}"
+            f"{len(self.changed)} changed, {len(self.failed)} failed, {self.images} images, "
+            f"other {dict(self.designed)}"
         )
 
 
@@ -209,6 +212,7 @@ def _row(
         refused=[each for each in refused if each not in provider],
         changed=[*_changed(turns, policy.written, tags=writer.family.tags), *policy.wrong_files],
         failed=failed,
+        images=len({image.sha256 for turn in turns for image in turn.images}),
     )
 
 

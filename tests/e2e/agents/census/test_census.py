@@ -3,12 +3,14 @@ changed argument. `python -m tests.e2e.agents.census` has the same as a table, f
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from proxy.testing.scripted_engine import ScriptedEngine
 from tests.e2e.agents.census.agents import agents
 from tests.e2e.agents.census.families import CONTEXT_TOKENS, FAMILIES, Writer, write_family
 from tests.e2e.agents.census.policy import REPORT
@@ -91,3 +93,31 @@ async def test_agent_that_the_user_installs_is_found_on_path(
     assert row.offered == row.driven == ["bash", "edit", "view", "write"]
     assert (row.paths, row.designed) == (1, {})
     assert policy.written[-1].answer.text == REPORT
+
+
+@pytest.mark.parametrize("name", ["codex", pytest.param("claude_code", marks=pytest.mark.long)])
+async def test_pictures_that_an_agent_reads_are_images_of_its_record(
+    name: str, tmp_path: Path
+) -> None:
+    """Codex's `view_image`, and Claude Code's `Read` of a file, with a model that reads images."""
+    family = FAMILIES["qwen3-vl"]
+    folder = write_family(family, tmp_path / "qwen3-vl", None)
+    seeing = Writer(family, folder)
+    token = seeing.rendering.image_token
+    async with (
+        ScriptedEngine(lambda _: [], image_token=token) as engine,
+        starting_proxies(folder, seeing.rendering, tmp_path) as start,
+    ):
+        proxy = await start(engine=engine, max_context_tokens=CONTEXT_TOKENS)
+        while not (await proxy.control.engines())[0]["images"]:
+            await engine.checked.wait()
+        row, _, _, turns = await run_agent(agents()[name], proxy, seeing, tmp_path, timeout_s=300)
+    assert row.faults() == []
+    assert row.images == 1
+    (image,) = {image.sha256 for turn in turns for image in turn.images}
+    sent = (tmp_path / "template/picture.png").read_bytes()
+    seen = {data for call in engine.calls for data in engine.images.seen(call)}
+    assert len(seen) == 1
+    if name == "codex":  # Claude Code encodes it again
+        assert seen == {sent}
+        assert image == hashlib.sha256(sent).hexdigest()
