@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 from msgspec.structs import replace
 
-from proxy.conversation import Conversation
+from proxy.conversation import Conversation, Message
 from proxy.conversation.images import MARK
 from proxy.conversation.json_values import is_deeper, loads
 from proxy.errors import RequestError
@@ -52,7 +52,6 @@ _PART_BYTES = 2**16
 _STRING = re.compile(rb'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _TOKEN = re.compile(rb'(?P<string>"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z))|[\[\]{},]', re.DOTALL)
 _SHOWN_LEVELS = 4
-_ESCAPED_MARK = re.compile(rb"\\u[fF][dD][dD]1")
 
 
 class Body:
@@ -91,17 +90,26 @@ def parse_call(
     fields.backends = backends
     if reads_images:
         fields.images = SentImages()
-        if MARK.encode() in body.data or _ESCAPED_MARK.search(body.data) is not None:
-            fields.data = _without_marks(fields.data)
     call = dialect.parse(fields, headers)
-    if fields.images is not None and fields.images.found:
-        call.images = fields.images
+    sent = fields.images
+    if sent is not None and sent.marks != marks_in(call):  # a text has some of its own, perhaps
+        sent, fields = SentImages(), Fields(_without_marks(loads(body.data)))
+        fields.backends, fields.images = backends, sent
+        call = dialect.parse(fields, headers)
+    if sent is not None and sent.found:
+        call.images = sent
     call.notes = fields.notes
     call.notes += scrub(call.conversation, profile)
     refers = call.referring is not None or call.conversation.continues is not None
     call.is_small = len(body.data) <= SMALL_BYTES and not refers
     call.is_large = body.is_large
     return call
+
+
+def marks_in(call: Call) -> int:
+    """Number of characters of `conversation.images.MARK` in the texts of a call."""
+    items = call.conversation.messages if call.referring is None else call.referring.items
+    return sum(item.text.count(MARK) for item in items if isinstance(item, Message))
 
 
 def _without_marks(value: Any) -> Any:

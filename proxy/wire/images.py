@@ -14,6 +14,8 @@ from __future__ import annotations
 import binascii
 import hashlib
 import re
+import threading
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -23,6 +25,7 @@ from proxy.conversation.messages import Message
 
 MAX_BYTES = 20 * 2**20
 """Of one image."""
+KNOWN_BYTES = 64 * 2**20
 MAX_IMAGES = 1000
 """Of one request, each counted once."""
 KINDS = frozenset(("image_url", "image", "input_image", "computer_screenshot"))
@@ -39,15 +42,49 @@ _READ_BY = ("user", "tool")
 
 
 class SentImage(msgspec.Struct, frozen=True):
-    """Example: SentImage("9f86d0…", "image/png", b"\\x89PNG…", "[image: image/png, 2 kB; …]")"""
+    """Example: SentImage("9f86d0…", "image/png", "iVBORw0K…", "[image: image/png, 2 kB; …]")"""
 
     sha256: str
     """Of the bytes, in hexadecimal."""
     media_type: str
     """What the bytes are, whatever the request says: agents declare PNG for what is JPEG."""
-    data: bytes
+    text: str
+    """The bytes in base64."""
     shown: str
     """The text that a model sees which does not read it."""
+
+    @property
+    def data(self) -> bytes:
+        return binascii.a2b_base64(self.text)
+
+
+class KnownTexts:
+    """What the last images in base64 are, in at most `limit_bytes` of memory: an agent repeats its
+    images with each call, and decoding one takes longer than all else that is done with it."""
+
+    def __init__(self, limit_bytes: int = KNOWN_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+        self._known: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._lock = threading.Lock()  # large bodies are parsed in threads
+
+    def get(self, text: str) -> tuple[str, str] | None:
+        """sha256 and media type; None: it is no image."""
+        with self._lock:
+            if (known := self._known.get(text)) is not None:
+                self._known.move_to_end(text)
+                return known
+        found = _read(text)
+        if found is not None:
+            with self._lock:
+                self._bytes += 0 if text in self._known else len(text)
+                self._known[text] = found
+                while self._bytes > self._limit_bytes:
+                    self._bytes -= len(self._known.popitem(last=False)[0])
+        return found
+
+
+_KNOWN_TEXTS = KnownTexts()
 
 
 class SentImages:
@@ -56,6 +93,8 @@ class SentImages:
     def __init__(self) -> None:
         self.found: dict[str, SentImage] = {}
         """By sha256."""
+        self.marks = 0
+        """Number of characters `MARK` that were returned."""
 
     def taken(self, block: dict[str, Any], shown: str) -> str | None:
         """The mark of the image that a block holds; None if it has no bytes (a URL, a file's id),
@@ -67,18 +106,15 @@ class SentImages:
         text = _base64(block)
         if text is None or len(text) * 3 // 4 > MAX_BYTES + 2:
             return None
-        try:
-            data = binascii.a2b_base64(text, strict_mode=True)
-        except (binascii.Error, ValueError):
+        known = _KNOWN_TEXTS.get(text)
+        if known is None:
             return None
-        media_type = _media_type(data)
-        if media_type is None:
-            return None
-        sha256 = hashlib.sha256(data).hexdigest()
+        sha256, media_type = known
         if sha256 not in self.found:
             if len(self.found) == MAX_IMAGES:
                 return None
-            self.found[sha256] = SentImage(sha256, media_type, data, shown)
+            self.found[sha256] = SentImage(sha256, media_type, text, shown)
+        self.marks += 2
         return mark(sha256)
 
     def shown_in(self, messages: list[Message], unread: set[str]) -> None:
@@ -113,8 +149,16 @@ def _text(value: Any, *, bare: bool) -> str | None:
     head = _DATA_URL.match(value)
     if head is None and not bare:
         return None
-    text = value[head.end() :] if head else value
-    return "".join(text.split())
+    return value[head.end() :] if head else value
+
+
+def _read(text: str) -> tuple[str, str] | None:
+    try:
+        data = binascii.a2b_base64("".join(text.split()), strict_mode=True)
+    except (binascii.Error, ValueError):
+        return None
+    media_type = _media_type(data)
+    return None if media_type is None else (hashlib.sha256(data).hexdigest(), media_type)
 
 
 def _media_type(data: bytes) -> str | None:
