@@ -168,7 +168,7 @@ def _parts(
             ownership,
             deliveries,
             ProviderTools(config.tools, store),
-            Images(store, router, rendering),
+            Images(store, router, rendering, config.rendering.image_urls),
             context_tokens=config.max_context_tokens or rendering.tokenizer.max_context_tokens,
             call_timeout_s=config.limits.call_timeout_s,
             on_turn=hooks.on_turn,

@@ -8,6 +8,7 @@ Unknown keys are refused. The proxy listens outside loopback only if `admin_key`
 from __future__ import annotations
 
 import ipaddress
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -90,6 +91,17 @@ class RenderingConfig(Section):
     images: bool = True
     """Whether a model that reads images gets those of a request; else, and with a model that reads
     only text, a short text stands in their place."""
+    image_urls: list[str] = Field(default_factory=list)
+    """Beginnings of the URLs from which the proxy fetches images, once per session, such as
+    `https://images.example.org/`. Any other URL of an image is shown as text."""
+
+    @field_validator("image_urls")
+    @classmethod
+    def _check_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if re.match(r"https?://[^/?#@\\\s]+/", url) is None:
+                raise ValueError(f"expected https://HOST/ and what follows it, got {url!r}")
+        return urls
 
 
 class SessionsConfig(RecordedConfig):

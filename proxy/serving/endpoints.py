@@ -214,7 +214,7 @@ class AgentEndpoints:
         parse = partial(
             parse_call,
             *(exchange.dialect, body, headers, live.profile, backends),
-            reads_images=self._calls.reads_images,
+            images=self._calls.new_images(),
         )
         call = await asyncio.to_thread(parse) if body.is_large else parse()
         if call.unknown:

@@ -12,6 +12,8 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import aiohttp
+
 from proxy.conversation.images import named
 from proxy.conversation.messages import Conversation
 from proxy.engines.protocol import PreparedImage, PromptImages
@@ -19,10 +21,10 @@ from proxy.errors import EngineError, EngineRefusal, ImageError
 from proxy.records import ImageSpan, RecordedImage
 from proxy.rendering.rendering import Rendering
 from proxy.routing.router import Router
+from proxy.serving.sessions import LiveSession
 from proxy.store.protocol import Store
-from proxy.token_tree.tree import TokenTree
 from proxy.wire.fields import Note
-from proxy.wire.images import SentImage, SentImages
+from proxy.wire.images import MAX_BYTES, SentImage, SentImages, fetched_image
 
 KNOWN_IMAGES = 100_000
 """Images whose number of tokens is remembered."""
@@ -31,12 +33,18 @@ ITEMS_BYTES = 256 * 2**20
 AT_ONCE = 4
 """Images of one request that are prepared at the same time."""
 LOOK_AGAIN_S = 0.5
+FETCH_S = 20.0
+"""Seconds after which an image that is fetched from an URL is shown as text."""
 
 
 class Images:
     """What this process knows of images."""
 
-    def __init__(self, store: Store, router: Router, rendering: Rendering) -> None:
+    def __init__(
+        self, store: Store, router: Router, rendering: Rendering, urls: Sequence[str] = ()
+    ) -> None:
+        """`urls`: beginnings of those from which images are fetched."""
+        self._urls = urls
         self._store = store
         self._router = router
         self._rendering = rendering
@@ -46,19 +54,25 @@ class Images:
         """By digest."""
         self._items_bytes = 0
 
-    @property
-    def are_read(self) -> bool:
-        """Whether requests have images; else they are shown as texts."""
-        return self._rendering.image_token is not None and self._router.reads_images
+    def new(self) -> SentImages | None:
+        """Takes the images of a request; None: no engine reads them, and they are shown as
+        texts."""
+        if self._rendering.image_token is None or not self._router.reads_images:
+            return None
+        return SentImages(self._urls)
 
     async def learn(
-        self, conversation: Conversation, sent: SentImages, tree: TokenTree
+        self, conversation: Conversation, sent: SentImages, live: LiveSession
     ) -> list[Note]:
-        """Fills `Conversation.images`. An image that no engine can read is shown as a text, which
-        the notes name. Raises EngineError."""
+        """Fills `Conversation.images`. An image that no engine can read, or that cannot be fetched,
+        is shown as a text, which the notes name. Raises EngineError."""
+        if sent.linked:
+            await self._fetch(sent, live)
+            sent.fetched(conversation.messages, live.fetched)
         sent.shown_in(conversation.messages, set())
         names = list(dict.fromkeys(named(conversation.messages)))
-        recorded = {i.sha256: i for node in tree.nodes for i in node.images} if names else {}
+        nodes = live.tree.nodes if names else []
+        recorded = {image.sha256: image for node in nodes for image in node.images}
         room, unread = asyncio.Semaphore(AT_ONCE), set[str]()
 
         async def learn_one(sha256: str) -> None:
@@ -76,7 +90,24 @@ class Images:
         if unread:
             sent.shown_in(conversation.messages, unread)
         shown = [sent.found[sha256].shown for sha256 in sorted(unread)]
+        shown += [link.shown for name, link in sent.linked.items() if live.fetched[name] is None]
         return [Note("shown_as_text", "image", "messages", text) for text in shown]
+
+    async def _fetch(self, sent: SentImages, live: LiveSession) -> None:
+        """Each URL once for a session, whose history then stays what it is."""
+        new = [name for name in sent.linked if name not in live.fetched]
+        if not new:
+            return
+        async with aiohttp.ClientSession(trust_env=False) as http:
+            room = asyncio.Semaphore(AT_ONCE)
+
+            async def fetch(name: str) -> None:
+                link = sent.linked[name]
+                async with room:
+                    data = await _fetched(http, link.url)
+                live.fetched[name] = None if data is None else fetched_image(data, link.shown)
+
+            await asyncio.gather(*map(fetch, new))
 
     async def record(self, session_id: str, names: Sequence[str], sent: SentImages) -> None:
         """Stores images that a turn of the session is going to name. Raises StoreError and
@@ -149,3 +180,19 @@ class Images:
             self._items_bytes += len(made.item)
         while self._items_bytes > ITEMS_BYTES and len(self._items) > 1:
             self._items_bytes -= len(self._items.popitem(last=False)[1])
+
+
+async def _fetched(http: aiohttp.ClientSession, url: str) -> bytes | None:
+    """The body of an URL, which may not lead to another one; None: there is none."""
+    timeout, data = aiohttp.ClientTimeout(total=FETCH_S), bytearray()
+    try:
+        async with http.get(url, timeout=timeout, allow_redirects=False) as response:
+            if response.status != 200:
+                return None
+            async for part in response.content.iter_any():
+                data += part
+                if len(data) > MAX_BYTES:
+                    return None
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return None
+    return bytes(data)

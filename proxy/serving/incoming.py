@@ -35,6 +35,7 @@ from proxy.serving.returned_calls import Recovered
 from proxy.serving.sessions import LiveSession
 from proxy.wire.body import scrub
 from proxy.wire.dialect import Call
+from proxy.wire.images import SentImages
 
 MAX_PREFILL_CHARS = 500_000
 """Characters of an answer that the request begins: more than an answer of 100,000 tokens has."""
@@ -60,10 +61,9 @@ class IncomingCalls:
         """The tools of a provider that the proxy runs."""
         return self._backend.provider_tools.offered
 
-    @property
-    def reads_images(self) -> bool:
-        """Whether the images of requests are taken as such."""
-        return self._backend.images.are_read
+    def new_images(self) -> SentImages | None:
+        """Takes the images of a request; None: they are shown as texts."""
+        return self._backend.images.new()
 
     async def open(self, live: LiveSession, request: Call, caller: Caller) -> LiveCall:
         """Returns the running call that answers the request. The caller must watch it at once.
@@ -132,7 +132,7 @@ class IncomingCalls:
         """Raises EngineError."""
         if request.images is not None:
             images, conversation = self._backend.images, request.conversation
-            request.notes += await images.learn(conversation, request.images, live.tree)
+            request.notes += await images.learn(conversation, request.images, live)
 
     async def count_tokens(self, live: LiveSession, request: Call) -> int:
         """Number of tokens of a prompt. Raises RequestError and EngineError."""

@@ -82,21 +82,20 @@ def parse_call(
     profile: AgentProfile,
     backends: frozenset[str] = frozenset(),
     *,
-    reads_images: bool = False,
+    images: SentImages | None = None,
 ) -> Call:
-    """The call as the model is to see it. `backends` are the provider's tools that the proxy runs.
-    Raises RequestError for a body that the dialect cannot honour."""
+    """The call as the model is to see it. `backends` are the provider's tools that the proxy runs;
+    `images` takes the images of the request, if the model reads them. Raises RequestError for a
+    body that the dialect cannot honour."""
     fields = parse_body(body)
-    fields.backends = backends
-    if reads_images:
-        fields.images = SentImages()
+    fields.backends, fields.images = backends, images
     call = dialect.parse(fields, headers)
-    sent = fields.images
+    sent = images
     if sent is not None and sent.marks != marks_in(call):  # a text has some of its own, perhaps
-        sent, fields = SentImages(), Fields(_without_marks(loads(body.data)))
+        sent, fields = sent.again(), Fields(_without_marks(loads(body.data)))
         fields.backends, fields.images = backends, sent
         call = dialect.parse(fields, headers)
-    if sent is not None and sent.found:
+    if sent is not None and sent.marks:
         call.images = sent
     call.notes = fields.notes
     call.notes += scrub(call.conversation, profile)

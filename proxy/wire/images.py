@@ -16,6 +16,7 @@ import hashlib
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -58,6 +59,22 @@ class SentImage(msgspec.Struct, frozen=True):
         return binascii.a2b_base64(self.text)
 
 
+class SentLink(msgspec.Struct, frozen=True):
+    """An image by its URL."""
+
+    url: str
+    shown: str
+
+
+def fetched_image(data: bytes, shown: str) -> SentImage | None:
+    """The image that an URL gave; None: it is none."""
+    media_type = _media_type(data)
+    if media_type is None or len(data) > MAX_BYTES:
+        return None
+    text = binascii.b2a_base64(data, newline=False).decode()
+    return SentImage(hashlib.sha256(data).hexdigest(), media_type, text, shown)
+
+
 class KnownTexts:
     """What the last images in base64 are, in at most `limit_bytes` of memory: an agent repeats its
     images with each call, and decoding one takes longer than all else that is done with it."""
@@ -90,9 +107,13 @@ _KNOWN_TEXTS = KnownTexts()
 class SentImages:
     """Takes the images of one request out of its blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, urls: Sequence[str] = ()) -> None:
+        """`urls`: beginnings of those from which images are fetched."""
         self.found: dict[str, SentImage] = {}
         """By sha256."""
+        self.linked: dict[str, SentLink] = {}
+        """By the sha256 of the URL, which stands in the texts until the image is there."""
+        self._urls = tuple(urls)
         self.marks = 0
         """Number of characters `MARK` that were returned."""
 
@@ -103,6 +124,12 @@ class SentImages:
         Args:
             shown: the text that stands for the block where no model reads it.
         """
+        url = _url(block) if self._urls else None
+        if url is not None and url.startswith(self._urls):
+            name = hashlib.sha256(url.encode()).hexdigest()
+            self.linked[name] = SentLink(url, shown)
+            self.marks += 2
+            return mark(name)
         text = _base64(block)
         if text is None or len(text) * 3 // 4 > MAX_BYTES + 2:
             return None
@@ -117,6 +144,25 @@ class SentImages:
         self.marks += 2
         return mark(sha256)
 
+    def again(self) -> SentImages:
+        """For another reading of the same request."""
+        return SentImages(self._urls)
+
+    def fetched(self, messages: list[Message], images: Mapping[str, SentImage | None]) -> None:
+        """Puts images in the place of the URLs that they were fetched from; None: a text."""
+        for image in images.values():
+            if image is not None:
+                self.found.setdefault(image.sha256, image)
+
+        def there(name: str) -> str:
+            if name not in images:
+                return mark(name)
+            image = images[name]
+            return self.linked[name].shown if image is None else mark(image.sha256)
+
+        for message in messages:
+            message.text = replaced(message.text, there)
+
     def shown_in(self, messages: list[Message], unread: set[str]) -> None:
         """Shows images as texts: those of roles whose images no chat template has, and those whose
         sha256 is in `unread`."""
@@ -129,6 +175,17 @@ class SentImages:
                         self.found[sha256].shown if every or sha256 in unread else mark(sha256)
                     ),
                 )
+
+
+def _url(block: dict[str, Any]) -> str | None:
+    """The URL that a block names its image by."""
+    source = block.get("source")
+    url = block.get("image_url")
+    if isinstance(source, dict):
+        url = source.get("url") if source.get("type") == "url" else None
+    elif isinstance(url, dict):
+        url = url.get("url")
+    return url if block.get("type") in KINDS and isinstance(url, str) else None
 
 
 def _base64(block: dict[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 import pytest
+from aiohttp import web
 
 from proxy.client import ProxyClientError, SessionHandle
 from proxy.config import RenderingConfig
@@ -77,12 +78,13 @@ async def start(
         starting_proxies(seeing_checkpoint, seeing, tmp_path) as start,
     ):
 
-        async def begun(**more: Any) -> RunningProxy:
+        async def begun(*, rendering_more: Any = None, **more: Any) -> RunningProxy:
             if "engine" not in more:
                 engine = ScriptedEngine(lambda _: [], image_token=seeing.image_token)
                 more["engine"] = await stack.enter_async_context(engine)
             renderer = "template" if seeing.name == "template" else "auto"
-            proxy = await start(rendering={"renderer": renderer}, **more)
+            rendering = {"renderer": renderer, **(rendering_more or {})}
+            proxy = await start(rendering=rendering, **more)
             await until_seeing(proxy)
             return proxy
 
@@ -387,3 +389,44 @@ async def test_eval_sessions_have_images_too(proxy: RunningProxy) -> None:
     session = await proxy.session(SessionKind.EVAL)
     await chat(proxy, session, asked(FIRST, "What?"))
     assert proxy.engine.images.seen(proxy.engine.calls[-1]) == [FIRST]
+
+
+async def test_images_are_fetched_from_allowed_urls_once_per_session(start: StartProxy) -> None:
+    fetched: list[str] = []
+
+    async def serve(request: web.Request) -> web.Response:
+        fetched.append(request.path_qs)
+        if request.path.endswith("/moved.png"):
+            raise web.HTTPFound("/in/first.png")
+        bodies = {"/in/first.png": FIRST, "/in/text.png": b"no image", "/out/second.png": SECOND}
+        return web.Response(body=bodies[request.path])
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", serve)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    root = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    allowed = {"image_urls": [f"{root}/in/"]}
+    proxy = await start(rendering_more=allowed)
+    session = await proxy.session()
+    paths = ["in/first.png", "in/moved.png", "in/text.png", "out/second.png"]
+    parts = [{"type": "image_url", "image_url": {"url": f"{root}/{path}"}} for path in paths]
+    history = [{"role": "user", "content": [{"type": "text", "text": "Look."}, *parts]}]
+    answer = await chat(proxy, session, *history)
+    await chat(proxy, session, *history, said(answer), asked("And?"))
+    await runner.cleanup()
+    assert sorted(fetched) == ["/in/first.png", "/in/moved.png", "/in/text.png"]
+    assert [proxy.engine.images.seen(call) for call in proxy.engine.calls] == [[FIRST], [FIRST]]
+    text = proxy.rendering.tokenizer.decode(proxy.engine.calls[0].prompt_ids)
+    assert all(f"{root}/{path}" in text for path in paths[1:])
+    _, turns = await proxy.record(session)
+    assert [turn.fork_cause for turn in turns] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "url", ["example.org", "https://example.org", "file:///etc/", "https://a@b/"]
+)
+def test_only_whole_hosts_are_allowed_for_images(url: str) -> None:
+    with pytest.raises(ValueError, match="HOST"):
+        RenderingConfig(image_urls=[url])
