@@ -240,9 +240,9 @@ images: setup ## build and run the container images with buildah, as root: IMAGE
 # Each lock is for Python and platform of its image. torch for CPUs is not on the package index:
 # make locks TORCH_INDEX=https://download.pytorch.org/whl/cpu, or UV_FIND_LINKS=FOLDER with its wheel.
 LOCK = $(BIN)/uv pip compile -q --generate-hashes --no-emit-index-url --no-annotate --custom-compile-command "make locks"
-LOCK_TRAINER = $(LOCK) pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra kubernetes --extra ray --extra s3 --extra gcs
+LOCK_TRAINER = $(LOCK) pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra kubernetes --extra privacy --extra ray --extra s3 --extra gcs
 locks: setup ## write docker/*.lock again from pyproject.toml
-	$(LOCK) pyproject.toml --extra telemetry --extra s3 --extra gcs --python-version 3.11 --no-emit-package hf-xet -o docker/proxy.lock
+	$(LOCK) pyproject.toml --extra privacy --extra telemetry --extra s3 --extra gcs --python-version 3.11 --no-emit-package hf-xet -o docker/proxy.lock
 	$(LOCK_TRAINER) --extra cpu $(OVERRIDES_cpu) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
 	$(LOCK_TRAINER) --extra gpu $(OVERRIDES_gpu) -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 -o docker/harbor.lock

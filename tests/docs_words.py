@@ -19,7 +19,18 @@ MOST_WORDS = 30_000
 MOST_WORDS_OF_A_PAGE = 1_500
 GENERATED = {
     f"docs/{name}.md"
-    for name in ("configuration", "fields", "glossary", "gpus", "metrics", "routes", "verdicts")
+    for name in (
+        *(
+            "configuration",
+            "fields",
+            "glossary",
+            "gpus",
+            "metrics",
+            "routes",
+            "secrets",
+            "verdicts",
+        ),
+    )
 }
 NOT_A_USERS = ("docs/notes/", "docs/api/", "CONTRIBUTING.md")
 _GENERATED = re.compile(

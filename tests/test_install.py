@@ -125,7 +125,7 @@ def resolved(
 
 
 LINUX = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
-OTHERS = ("ray", "s3", "gcs", "kubernetes", "telemetry", "data", "export", "tracking")
+OTHERS = ("ray", "s3", "gcs", "kubernetes", "privacy", "telemetry", "data", "export", "tracking")
 
 
 @pytest.mark.long

@@ -31,9 +31,11 @@ TOGETHER: dict[str, dict[str, str]] = {
     "proxy/extras/relay": {
         "proxy/extras/several_processes": "weights are published once for all proxies on a store"
     },
+    "proxy/extras/export": {"proxy/extras/secrets": "an export is without secrets"},
     "proxy/extras/view": {
         "proxy/extras/export": "the page downloads a session as `export` writes it",
         "proxy/extras/rules": "the page searches by the terms of rules",
+        "proxy/extras/secrets": "the page shows no secrets",
     },
     "trainer/extras/learn": {
         "proxy/extras/learn": "the learner's side of it",

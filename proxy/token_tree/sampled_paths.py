@@ -7,7 +7,7 @@ once: on the first of the paths that share it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,15 @@ class SampledPath:
             self.versions[:end],
             self.temperatures[:end],
             within(self.images, 0, end),
+        )
+
+    def without(self, left_out: npt.NDArray[np.bool_]) -> SampledPath:
+        """The path in which the tokens that `left_out` marks, `[T]`, do not count as sampled."""
+        return replace(
+            self,
+            sampled=self.sampled & ~left_out,
+            versions=np.where(left_out, np.int32(-1), self.versions),
+            temperatures=np.where(left_out, np.float32(1), self.temperatures),
         )
 
 

@@ -47,6 +47,17 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         help="a function of yours that gets the session and its turns, and returns True to export",
     )
     parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="the checkpoint whose tokenizer shows which token ids spell secrets",
+    )
+    parser.add_argument(
+        "--with-secrets",
+        action="store_true",
+        help="export keys, passwords and e-mail addresses as recorded (default: masked, untrained)",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         required=True,

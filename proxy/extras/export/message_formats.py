@@ -24,6 +24,7 @@ class MessagesFormat:
 
     unit: Literal["session"] = "session"
     trains = needs_reward = False
+    texts_only = True
 
     def schema(self, pa: Any) -> Any:
         return pa.schema(
@@ -63,6 +64,7 @@ class DpoFormat:
 
     unit: Literal["pair"] = "pair"
     trains = needs_reward = True
+    texts_only = True
 
     def schema(self, pa: Any) -> Any:
         messages = message_columns(pa)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from proxy.extras.secrets import SessionSecrets
 from proxy.records import Session, Turn
 
 Row = dict[str, Any]
@@ -25,6 +26,8 @@ class Sample:
     """The reward of the whole trial; None is no reward, which is not 0."""
     advantage: float = 0.0
     """`reward` minus the mean reward of the exported sessions of the same task."""
+    secrets: SessionSecrets | None = None
+    """Which tokens of `turns` spell secrets, and are masked; None: nothing is masked."""
 
     @property
     def task_id(self) -> str:
@@ -53,7 +56,8 @@ class TakesSessions(Protocol):
 
 
 class ExportFormat(TakesSessions, Protocol):
-    """A format. `registry` creates it without arguments."""
+    """A format. `registry` creates it without arguments. One whose rows hold no token ids may say
+    `texts_only = True`: without a tokenizer, sessions with secrets are then exported, too."""
 
     def schema(self, pa: Any) -> Any:
         """The Arrow schema of the rows; `pa` is pyarrow. A value that is not a string in a column

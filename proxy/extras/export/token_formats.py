@@ -56,7 +56,7 @@ class TokensFormat:
             for r in session.rewards
         ]
         routings = routing_of(sample.turns)
-        for path in sampled_paths(sample.turns):
+        for path in _paths(sample):
             routing = routing_along(sample.turns, routings, path.turns)
             yield {
                 "trial_id": session.session_id,
@@ -282,9 +282,18 @@ def _trained(samples: Sequence[Sample]) -> Iterator[tuple[SampledPath, Row]]:
         "task_id": sample.task_id,
         "reward": sample.reward,
     }
-    for path in sampled_paths(sample.turns):
+    for path in _paths(sample):
         if path.sampled.any():
             yield path.up_to_the_last_sampled(), head
+
+
+def _paths(sample: Sample) -> Iterator[SampledPath]:
+    """The session's paths, in which no token of a secret counts as sampled."""
+    for path in sampled_paths(sample.turns):
+        if sample.secrets is not None:
+            yield path.without(sample.secrets.along(path.turns))
+        else:
+            yield path
 
 
 def _split(path: SampledPath) -> tuple[slice, slice]:

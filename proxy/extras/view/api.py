@@ -37,6 +37,7 @@ from proxy.extras.view.answers import (
 from proxy.extras.view.curation_requests import CurationRequests
 from proxy.extras.view.json_answer import answer
 from proxy.extras.view.live import LiveFeed
+from proxy.extras.view.masking import Masking
 from proxy.extras.view.parameters import COUNT, NUMBER, SET, TEXT, up_to
 from proxy.extras.view.people import People
 from proxy.extras.view.publish_requests import PublishRequests
@@ -80,25 +81,28 @@ class ViewApi:
         *,
         curation: CurationRequests,
         rules: Sequence[RuleConfig] = (),
+        masking: Masking | None = None,
     ) -> None:
         """`state`: what is shown besides the record, such as the engines. `runs`: training runs,
-        of which the first one's sessions are in the store. `rules`: the configured ones."""
-        self._browser = browser
+        of which the first one's sessions are in the store. `rules`: the configured ones.
+        `masking`: what hides secrets (default: all are hidden)."""
+        self._masking = masking = masking or Masking()
+        self._browser = browser = _masked(browser, tokenizer, masking)
         self._access = access
         self._tokenizer = tokenizer
         self._runs = RecordedRuns() if runs is None else runs
         self._rules = rules
         self._people = People()
         self._record_state = state
-        self._feed = LiveFeed(browser, self._whole_state, self._runs.ends)
+        self._feed = LiveFeed(browser, self._whole_state, lambda: masking.words(self._runs.ends()))
         self._owners = {
             type(owner): owner
             for owner in (
                 self,
                 pages.PageFiles(),
-                SessionRequests(browser, self._runs, tokenizer, self._people),
+                SessionRequests(browser, self._runs, tokenizer, self._people, masking),
                 curation,
-                RunRequests(browser, self._runs),
+                RunRequests(browser, self._runs, masking),
                 PublishRequests(self._runs.published),
             )
         }
@@ -196,7 +200,8 @@ class ViewApi:
         return answer(state)
 
     def _whole_state(self) -> StateJson:
-        return StateJson(**self._record_state(), runs=self._runs.state())
+        state = StateJson(**self._record_state(), runs=self._runs.state())
+        return self._masking.words(state)
 
     @route(
         "GET",
@@ -344,6 +349,12 @@ class ViewApi:
         if not isinstance(given, dict):
             raise RequestError("send a JSON object with a rule's name and query")
         return given
+
+
+def _masked(
+    browser: Callable[[], Browser], tokenizer: Callable[[], Tokenizer | None], masking: Masking
+) -> Callable[[], Browser]:
+    return lambda: masking.of(browser(), tokenizer())
 
 
 PAGE = "/"

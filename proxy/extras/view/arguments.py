@@ -56,6 +56,11 @@ def _add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--edit", action="store_true", help="the link also rates, tags and deletes sessions"
     )
+    parser.add_argument(
+        "--with-secrets",
+        action="store_true",
+        help="show keys, passwords and e-mail addresses (default: masked)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=_port, default=0, help="the port (default: any free one)")
     parser.set_defaults(run=_view)

@@ -23,6 +23,7 @@ from proxy.errors import ConfigurationError
 from proxy.extras.view.access import LINK_SUFFIX, Access, new_key, new_link, said_link
 from proxy.extras.view.api import PAGE, ViewApi, add_page
 from proxy.extras.view.curation_requests import CurationRequests
+from proxy.extras.view.masking import Masking
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.server import app_runner
 from proxy.http.web_guard import Hosts, web_guard
@@ -44,7 +45,7 @@ async def view(arguments: Namespace) -> int:
             model = next(iter(runs.values())).model
         tokenizer = None if model is None else load_tokenizer(model)
         listen = ListenConfig(host=arguments.host, port=arguments.port, admin_key=config.admin_key)
-        app = build_view(listen, store, tokenizer, runs)
+        app = build_view(listen, store, tokenizer, runs, hides=not arguments.with_secrets)
         runner = app_runner(app, handler_cancellation=True)
         await runner.setup()
         try:
@@ -99,8 +100,10 @@ def build_view(
     store: Store,
     tokenizer: Tokenizer | None,
     runs: RecordedRuns | None = None,
+    *,
+    hides: bool = True,
 ) -> web.Application:
-    """The page as an application of its own."""
+    """The page as an application of its own. `hides`: secrets are masked."""
     guard = web_guard(Hosts(config.host, config.allowed_hosts), pages=(PAGE,))
     app = web.Application(middlewares=[guard])
     access = Access(lambda: store.browser, AdminKeys(config), secure=False)
@@ -110,7 +113,10 @@ def build_view(
         lambda: {"engines": [], "policies": [], "paused": False, "waiting": 0, "rule_faults": []},
         lambda: tokenizer,
         runs,
-        curation=CurationRequests(lambda: store, store.delete_session),
+        curation=CurationRequests(
+            lambda: store, store.delete_session, lambda: tokenizer, hides=hides
+        ),
+        masking=Masking(hides=hides),
     )
     add_page(app, lambda: api)
 

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from proxy.control.schema import Curation, parsed
 from proxy.errors import RequestError, SessionError
+from proxy.extras.export.private import without_secrets
 from proxy.extras.export.registry import FORMATS, open_format
 from proxy.extras.export.selection import ExportSelection, Filters
 from proxy.extras.view.json_answer import HEADERS, answer
@@ -24,6 +25,7 @@ from proxy.http.route import Who, route
 from proxy.http.server import read_body
 from proxy.http.valid_json import write_json
 from proxy.records import Session, SessionKind, SessionStatus
+from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.curation import keep
 from proxy.store.protocol import SessionFilter, Store
 
@@ -35,11 +37,18 @@ class CurationRequests:
     """The handlers of what changes a session, and of its download."""
 
     def __init__(
-        self, store: Callable[[], Store], delete: Callable[[str], Awaitable[object]]
+        self,
+        store: Callable[[], Store],
+        delete: Callable[[str], Awaitable[object]],
+        tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+        *,
+        hides: bool = True,
     ) -> None:
-        """`delete` removes an ended session."""
+        """`delete` removes an ended session. `hides`: a download has no secrets."""
         self._store = store
         self._delete = delete
+        self._tokenizer = tokenizer
+        self._hides = hides
 
     @route(
         "POST",
@@ -101,8 +110,13 @@ class CurationRequests:
         session = await self._named(request)
         where = SessionFilter(kind=SessionKind(session.kind), id_prefix=session.session_id, limit=1)
         selection = ExportSelection(self._store(), Filters(where, ids=(session.session_id,)), form)
+        units = selection.units()
+        if self._hides:
+            tokenizer = self._tokenizer()
+            decode = None if tokenizer is None else tokenizer.decode
+            units = without_secrets(units, form, decode, selection.left_out)
         rows: list[dict[str, Any]] = []
-        async for unit in selection.units():
+        async for unit in units:
             rows += form.rows(unit)
         if not rows:
             why = ", ".join(selection.left_out) or "a session with nothing to export"

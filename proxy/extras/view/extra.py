@@ -16,6 +16,7 @@ from proxy.extras.view.curation_requests import CurationRequests
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.openapi import DocumentPart
 from proxy.http.route import Route
+from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.protocol import Store
 
 
@@ -38,13 +39,17 @@ class Page(Extra):
             secure=(config.public_url or "").startswith("https:"),
         )
         runs = RecordedRuns([] if config.run is None else [config.run], config.published_runs)
+
+        def tokenizer() -> Tokenizer | None:
+            return core.rendering.tokenizer
+
         self._api = ViewApi(
             lambda: store.browser,
             access,
             self._state,
-            lambda: core.rendering.tokenizer,
+            tokenizer,
             runs,
-            curation=CurationRequests(lambda: store, core.sessions.delete),
+            curation=CurationRequests(lambda: store, core.sessions.delete, tokenizer),
             rules=config.rules or [],
         )
         words = "1: how a training run is doing"

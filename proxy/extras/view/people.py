@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from proxy.conversation.first_words import first_words
 from proxy.extras.view.answers import SessionJson
+from proxy.extras.view.masking import secrets_seen
 from proxy.extras.view.summaries import summary_json
 from proxy.store.browser import Browser, SessionSummary
 from proxy.store.curation import RATING
@@ -27,7 +28,7 @@ class People:
     """Sessions as the page shows them."""
 
     def __init__(self) -> None:
-        self._asked: OrderedDict[tuple[str, float], str] = OrderedDict()
+        self._asked: OrderedDict[tuple[str, float, int], str] = OrderedDict()
 
     async def of(self, browser: Browser, found: Sequence[SessionSummary]) -> list[SessionJson]:
         said = await browser.last_events([each.session.session_id for each in found], RATING)
@@ -38,7 +39,8 @@ class People:
 
     async def _words(self, browser: Browser, summary: SessionSummary) -> str:
         session = summary.session
-        key = (session.session_id, session.created_at)
+        seen = await secrets_seen(browser, session.session_id)
+        key = (session.session_id, session.created_at, seen)
         if key in self._asked:
             self._asked.move_to_end(key)
             return self._asked[key]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from aiohttp import web
 
 from proxy.errors import SessionError, StoreError
 from proxy.extras.view.json_answer import HEADERS, answer
+from proxy.extras.view.masking import Masking, unmasked
 from proxy.extras.view.parameters import COUNT, NUMBER, RUN, SESSION, SET, TEXT, up_to
 from proxy.extras.view.query import count, session_id, trial_filter
 from proxy.extras.view.run_answers import (
@@ -35,15 +38,19 @@ SHOWN_FILES = (*VERIFIER_FILES, *AGENT_FILES)
 MARKED_TRIALS = 500
 """Trials whose marks are read at a time, by the store's index."""
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
 class RunRequests:
     """The handlers of a run."""
 
-    def __init__(self, browser: Callable[[], Browser], runs: RecordedRuns) -> None:
+    def __init__(
+        self, browser: Callable[[], Browser], runs: RecordedRuns, masking: Masking | None = None
+    ) -> None:
         self._browser = browser
         self._runs = runs
+        self._masking = masking or Masking()
 
     @route(
         "GET",
@@ -56,7 +63,8 @@ class RunRequests:
         refusals=(404,),
     )
     async def _run(self, request: web.Request) -> web.Response:
-        return answer(await asyncio.to_thread(self._run_of(request).summary))
+        summary = await asyncio.to_thread(self._run_of(request).summary)
+        return answer(self._masking.words(summary))
 
     @route(
         "GET",
@@ -100,11 +108,12 @@ class RunRequests:
         most = PIECE_TRIALS if rule else limit
         found, end = await asyncio.to_thread(run.trials, where, before, most)
         trials: list[TrialJson] = []
-        async with self._runs.browser_of(run, self._browser()) as browser:
+        async with self._store_of(run) as browser:
             for batch in _batches(found):
                 named = [trial["trial_id"] for _, trial in batch]
                 marks = await _marks(browser, named, needed=bool(rule))
                 for at, trial in batch:
+                    trial = await self._shown(browser, run, trial)
                     trial["marks"] = marks.get(str(trial["trial_id"]), [])
                     if not rule or any(rule in ("*", mark["rule"]) for mark in trial["marks"]):
                         trials.append(trial)
@@ -125,7 +134,11 @@ class RunRequests:
     )
     async def _step(self, request: web.Request) -> web.Response:
         step = count(request, "step", 0, most=2**31 - 1, least=0)
-        return answer(await asyncio.to_thread(self._run_of(request).step, step))
+        run = self._run_of(request)
+        found = await asyncio.to_thread(run.step, step)
+        async with self._store_of(run) as browser:
+            found["trials"] = [await self._shown(browser, run, each) for each in found["trials"]]
+        return answer(found)
 
     @route(
         "GET",
@@ -141,7 +154,9 @@ class RunRequests:
     )
     async def _trial(self, request: web.Request) -> web.Response:
         runs = self._runs.with_session(request.query.get("run", ""))
-        return answer(await asyncio.to_thread(_trial_of, runs, session_id(request)))
+        named = session_id(request)
+        found = await asyncio.to_thread(_trial_of, runs, named)
+        return answer(await self._pieces(runs, named, found))
 
     @route(
         "GET",
@@ -162,7 +177,7 @@ class RunRequests:
         for run in runs:
             piece = await asyncio.to_thread(run.files(session).before, name, before)
             if piece is not None:
-                return answer(piece)
+                return answer(await self._pieces([run], session, piece))
         raise SessionError(f"the trial has no file {name[:80]!r}", status=404)
 
     @route(
@@ -183,10 +198,10 @@ class RunRequests:
         response = web.StreamResponse(headers=HEADERS)
         response.content_type = "application/json"
         response.headers["Content-Disposition"] = 'attachment; filename="trace.json"'
-        async with self._runs.browser_of(run, self._browser()) as browser:
+        async with self._runs.browser_of(run, unmasked(self._browser())) as browser:
             await response.prepare(request)
             try:
-                async for piece in trace_pieces(run.path, browser):
+                async for piece in trace_pieces(run.path, browser, self._masking.words):
                     await response.write(piece)
             except StoreError:
                 if request.transport is not None:
@@ -194,6 +209,28 @@ class RunRequests:
                 return response
         await response.write_eof()
         return response
+
+    @asynccontextmanager
+    async def _store_of(self, run: RecordedRun) -> AsyncIterator[Browser | None]:
+        """Reads the sessions of a run without their secrets."""
+        async with self._runs.browser_of(run, self._browser()) as browser:
+            yield browser and self._masking.of(browser, None, run.name)
+
+    async def _pieces(self, runs: Sequence[RecordedRun], session: str, value: T) -> T:
+        """Texts of a trial's files without the secrets of its session."""
+        for run in runs:
+            async with self._store_of(run) as browser:
+                if browser is not None:
+                    return await self._masking.pieces(browser, session, value)
+        return await self._masking.pieces(None, session, value)
+
+    async def _shown(
+        self, browser: Browser | None, run: RecordedRun, trial: TrialJson
+    ) -> TrialJson:
+        """A trial without the secrets that its error may quote."""
+        if not trial["error"]:
+            return trial
+        return await self._masking.pieces(browser, str(trial["trial_id"]), trial)
 
     def _run_of(self, request: web.Request) -> RecordedRun:
         return self._runs.named(request.query.get("run", ""))

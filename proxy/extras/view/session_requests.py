@@ -24,6 +24,7 @@ from proxy.extras.view.answers import (
 from proxy.extras.view.bounded import PIECE_CHARS, text_of, turn_json
 from proxy.extras.view.fork import fork_json
 from proxy.extras.view.json_answer import answer
+from proxy.extras.view.masking import Masking, secrets_seen
 from proxy.extras.view.parameters import COUNT, SESSION, TEXT, TURN, up_to
 from proxy.extras.view.people import People
 from proxy.extras.view.query import count, session_id, turn_index, turn_indexes
@@ -53,12 +54,14 @@ class SessionRequests:
         runs: RecordedRuns,
         tokenizer: Callable[[], Tokenizer | None],
         people: People,
+        masking: Masking,
     ) -> None:
         self._browser = browser
         self._runs = runs
         self._tokenizer = tokenizer
         self._people = people
-        self._paths: OrderedDict[tuple[str, str, int], TurnTokens] = OrderedDict()
+        self._masking = masking
+        self._paths: OrderedDict[tuple[str, str, int, int], TurnTokens] = OrderedDict()
 
     @route(
         "GET",
@@ -182,13 +185,14 @@ class SessionRequests:
         return self._tokenizer() if fits else None
 
     async def _path(self, request: web.Request) -> TurnTokens:
-        index = turn_index(request)
-        key = (request.query.get("run", ""), session_id(request), index)
-        if key in self._paths:
-            self._paths.move_to_end(key)
-            return self._paths[key]
-        async with self._turns_of(request) as turns:
-            path = await turns.path(index)
+        index, named = turn_index(request), session_id(request)
+        async with self._store(request) as browser:
+            seen = await secrets_seen(browser, named)
+            key = (request.query.get("run", ""), named, index, seen)
+            if key in self._paths:
+                self._paths.move_to_end(key)
+                return self._paths[key]
+            path = await SessionTurns(browser, named).path(index)
         tokens = turn_tokens(path)
         if path[-1].status is not TurnStatus.OPEN:
             self._paths[key] = tokens
@@ -211,4 +215,4 @@ class SessionRequests:
         async with self._runs.browser_of(self._runs.named(name), self._browser()) as browser:
             if browser is None:
                 raise SessionError(f"the run {name[:80]!r} has no sessions of its own", status=404)
-            yield browser
+            yield self._masking.of(browser, self._tokenizer_of(request), name)

@@ -22,11 +22,12 @@ import asyncio
 import heapq
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from proxy.extras.secrets import mask
 from proxy.records import FinishReason, Session
 from proxy.run_files.json_lines import Line, lines_after
 from proxy.store.browser import Browser, SessionPage, SessionSummary, TurnHead
@@ -45,13 +46,15 @@ SENDING = "sending weights"
 _PIECE_EVENTS = 500
 
 
-async def trace_pieces(folder: Path, browser: Browser | None) -> AsyncIterator[bytes]:
+async def trace_pieces(
+    folder: Path, browser: Browser | None, words: Callable[[str], str] = mask
+) -> AsyncIterator[bytes]:
     """The trace of the run in `folder`, piece by piece. `browser` reads the store of its sessions;
-    None: there is none."""
+    None: there is none. `words` makes of a trial's error what is shown."""
     # Without displayTimeUnit, which early releases of Perfetto take for the unit of `ts`.
     yield b'{"traceEvents": [\n'
     piece, separator = list[str](), ""
-    async for event in _events(folder, browser):
+    async for event in _events(folder, browser, words):
         piece.append(json.dumps(event))
         if len(piece) == _PIECE_EVENTS:
             yield (separator + ",\n".join(piece)).encode()
@@ -61,7 +64,9 @@ async def trace_pieces(folder: Path, browser: Browser | None) -> AsyncIterator[b
     yield b"\n]}\n"
 
 
-async def _events(folder: Path, browser: Browser | None) -> AsyncIterator[Event]:
+async def _events(
+    folder: Path, browser: Browser | None, words: Callable[[str], str]
+) -> AsyncIterator[Event]:
     for event in _process(TRAINER, "trainer", sort=TRAINER):
         yield event
     yield _lane_name(TRAINER, 1, "phases")
@@ -74,7 +79,7 @@ async def _events(folder: Path, browser: Browser | None) -> AsyncIterator[Event]
             yield event
     async for event in engines.updates(folder):
         yield event
-    trials = _Trials(folder, browser)
+    trials = _Trials(folder, browser, words)
     async for event in trials.events():
         yield event
 
@@ -163,6 +168,7 @@ class _Trials:
 
     folder: Path
     browser: Browser | None
+    words: Callable[[str], str]
     _seen: set[str] = field(default_factory=set)
 
     async def events(self) -> AsyncIterator[Event]:
@@ -170,6 +176,8 @@ class _Trials:
             trial_id = line.get("trial_id")
             if not isinstance(trial_id, str) or trial_id in self._seen:
                 continue
+            if isinstance(error := line.get("error"), str):
+                line = {**line, "error": self.words(error)}
             found = None if self.browser is None else await self.browser.session(trial_id)
             async for event in self._trial(trial_id, line, found):
                 yield event

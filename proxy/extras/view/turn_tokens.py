@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from proxy.extras.secrets.session import HIDDEN
 from proxy.extras.view.answers import AlternativesJson, TokensPage
 from proxy.records import Alternatives, Ids, Logprobs, Turn, TurnStatus
 from proxy.rendering.tokenizer import Tokenizer
@@ -22,6 +23,8 @@ MAX_TOKENS = 4_000
 _MAX_JOINED = 8
 """Tokens that one character may have."""
 _UNFINISHED = "�"
+HIDDEN_TEXT = "•"
+"""What is shown for a token of a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,8 @@ def _character(ids: list[int], tokenizer: Tokenizer) -> tuple[int, str]:
     """The number of the first tokens that end with a whole character, and their text. Bytes that
     are no character are shown as one replacement character, as in the whole text."""
     unfinished = 1, _text(ids[:1], tokenizer)
-    for size in range(1, len(ids) + 1):
+    before_hidden = ids.index(HIDDEN) if HIDDEN in ids[1:] and ids[0] != HIDDEN else len(ids)
+    for size in range(1, before_hidden + 1):
         text = _text(ids[:size], tokenizer)
         if not text.endswith(_UNFINISHED):
             return size, text
@@ -163,6 +167,8 @@ def _character(ids: list[int], tokenizer: Tokenizer) -> tuple[int, str]:
 
 
 def _text(ids: list[int], tokenizer: Tokenizer) -> str:
+    if HIDDEN in ids:
+        return HIDDEN_TEXT if len(ids) == 1 else tokenizer.decode([i for i in ids if i != HIDDEN])
     if len(ids) == 1:
         piece = tokenizer.fast.id_to_token(ids[0])
         if piece is None:

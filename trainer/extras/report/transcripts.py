@@ -11,9 +11,10 @@ from typing import Any
 
 from proxy.extras.view.answers import TokensPage
 from proxy.extras.view.bounded import turn_json
+from proxy.extras.view.masking import Masking
 from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.session_turns import SessionTurns
-from proxy.extras.view.turn_tokens import TurnTokens, turn_tokens
+from proxy.extras.view.turn_tokens import TurnTokens, pieces, turn_tokens
 from proxy.records import EMPTY_IDS, Ids, Turn
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.run_files.trial_files import VERIFIER_FILES, FilePiece, TrialFiles
@@ -45,7 +46,8 @@ class Transcripts:
         """Without a browser no session is known. Without a tokenizer, answers are shown as the
         messages that the agent got."""
         self._run = run
-        self._browser = browser
+        self._masking = Masking()
+        self._browser = browser and self._masking.of(browser, tokenizer)
         self._tokenizer = tokenizer
 
     async def side(self, label: str, trial: Trial) -> dict[str, Any]:
@@ -55,12 +57,14 @@ class Transcripts:
         if len(chain) > MAX_TURNS:
             shown = [*chain[: MAX_TURNS // 2], *chain[-(MAX_TURNS // 2) :]]
             left_out = f"{len(chain) - MAX_TURNS} turns in the middle are left out."
+        named = trial["trial_id"]
+        files = verifier_output(self._run.files(named))
         return {
             "label": label,
-            "trial": trial,
-            "turns": await self._turns(trial["trial_id"], chain, shown),
+            "trial": await self._masking.pieces(self._browser, named, trial),
+            "turns": await self._turns(named, chain, shown),
             "left_out": left_out,
-            "verifier": verifier_output(self._run.files(trial["trial_id"])),
+            "verifier": await self._masking.pieces(self._browser, named, files),
         }
 
     async def parting(self, one: str, other: str) -> str:
@@ -75,7 +79,7 @@ class Transcripts:
             return ""
         begins = max(0, shared - SHOWN_BEFORE)
         first, second = (
-            self._tokenizer.decode(prompt[begins : shared + SHOWN_AFTER].tolist())
+            "".join(pieces(prompt[begins : shared + SHOWN_AFTER].tolist(), self._tokenizer))
             for prompt in prompts
         )
         return (
