@@ -3,6 +3,12 @@
 A user gives tasks in Git repositories, and likes one way of doing them, which the tasks do not say.
 After a session the user rates it, or keeps or reverts its commit. A recorder, a vLLM and a learner
 run as they would for a person; the learner looks at the record after each session.
+
+    --show learn    the share of sessions that are as the user likes, before and after
+    --show worse    a canary that is worse is rolled back
+    --show poison   batches with contrary evidence, none of which is served
+    --show swaps    20 promotions while users work
+    --show forget   forgetting, against a learner that never had the sessions
 """
 
 from __future__ import annotations
@@ -11,244 +17,49 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import random
-import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import yaml
+from benchmarks.learn import world
+from benchmarks.learn.daily import User, engine, make_model, show
+from benchmarks.learn.harm import forgotten, poison, swaps, worse
 
-from benchmarks.learn import agent, world
-from proxy.client import ProxyClient, SessionHandle
-from proxy.engines.vllm_server import VllmConfig, VllmServer
-from proxy.extras.learn.section import TARGET
-from proxy.machine.port import free_port
-from proxy.records import SessionKind
-from trainer.extras.learn.command import learning
-from trainer.extras.learn.config import LearnConfig, read_config
-from trainer.extras.learn.learner import DailyLearner
-from trainer.policy.adapter import adapter_arguments
-
-MODEL = Path(".cache/learn/model")
-RECIPE = (
-    *("--expert", "benchmarks.learn.expert:transcript", "--transcripts", "3000", "--epochs", "4"),
-    *("--lengths", "mixed", "--max-loss", "0.2"),
-)
+_SHOWN = ("gate", "canary", "promote", "rollback")
 _NOT_SHOWN = ("hash", "previous", "at")
-ADMIN_KEY = "admin-key-of-the-benchmark"
 
 
-@dataclass
-class User:
-    """A simulated user. Example: User("conventional", random.Random(0), says=0.5, wrong=0.05)"""
-
-    preference: str
-    rng: random.Random
-    says: float = 0.5
-    """Share of the sessions that are rated; of the others, the commit is kept or reverted."""
-    wrong: float = 0.0
-    """Share of the sessions of which the user says the contrary."""
-
-    async def react(self, control: ProxyClient, session: str, folder: Path, *, liked: bool) -> None:
-        says_liked = liked != (self.rng.random() < self.wrong)
-        if self.rng.random() < self.says:
-            await control.curate(session, value=float(says_liked))
-        elif not says_liked:
-            undo(folder)
-
-
-def undo(folder: Path) -> None:
-    """Reverts the last commit, if the session made one."""
-    if int(world.git(folder, "rev-list", "--count", "HEAD")) > 1:
-        world.git(folder, "revert", "--no-edit", "HEAD")
-
-
-@dataclass
-class Show:
-    """One user, one recorder, one learner."""
-
-    control: ProxyClient
-    http: aiohttp.ClientSession
-    learner: DailyLearner
-    folder: Path
-    user: User
-    rng: random.Random
-    outcomes: list[tuple[str, bool]] = field(default_factory=list)
-    """Of each session: the policy that served it, and whether it was as the user likes."""
-    calls: int = 0
-
-    async def session(self, number: int) -> bool:
-        """One session of daily work, and what the learner then does."""
-        folder = self.folder / "work" / f"{number:04d}"
-        world.new_repository(folder)
-        metadata = {"folder": str(folder)}
-        made = await self.control.create_session(f"day-{number:04d}", metadata=metadata)
-        liked = await self.work(made, folder, self.user.preference, self.rng)
-        await self.control.complete(made.trial_id)
-        await self.user.react(self.control, made.trial_id, folder, liked=liked)
-        session, turns = await self.control.get_turns(made.trial_id)
-        served = {turn.policy for turn in turns}
-        assert served == {session.policy_of("")}, f"{made.trial_id} was served by {served}"
-        self.outcomes.append((session.policy_of(""), liked))
-        await self.learner.tick()
-        return liked
-
-    async def work(
-        self, made: SessionHandle, folder: Path, preference: str, rng: random.Random
-    ) -> bool:
-        job = world.new_job(rng)
-        self.calls += await agent.run(self.http, made, job, folder)
-        _, turns = await self.control.get_turns(made.trial_id)
-        return world.is_preferred(folder, job, preference, commands_of(turns))
-
-    async def evaluate(self, adapter: int, count: int) -> float:
-        """The share of fresh sessions, which nothing learns from, that are as the user likes."""
-        rng, liked = random.Random(1_000_003), 0
-        policies = {"": f"{self.learner.policy}-{adapter}"} if adapter else {}
-        for number in range(count):
-            folder = self.folder / "eval" / f"{time.monotonic_ns()}"
-            world.new_repository(folder)
-            made = await self.control.create_session(
-                kind=SessionKind.EVAL, policies=policies, sampling={"temperature": 1.0}
-            )
-            liked += await self.work(made, folder, self.user.preference, rng)
-            await self.control.complete(made.trial_id)
-            assert number < count
-        return liked / count
-
-
-def commands_of(turns: Any) -> list[str]:
-    """The commands that a session ran."""
-    return [
-        agent.command_of(call["arguments"])
-        for turn in turns
-        for call in json.loads(turn.answer or b"{}").get("tool_calls", ())
-    ]
-
-
-@asynccontextmanager
-async def engine(folder: Path, seed: int = 0) -> AsyncIterator[str]:
-    """A vLLM that serves adapters of the model."""
-    args = tuple(adapter_arguments(MODEL))
-    settings = VllmConfig(max_context_tokens=2048, lora_rank=8, lora_slots=4, args=args)
-    log = folder / "vllm.log"
-    server = VllmServer(settings, MODEL, log=log, dtype="float32", seed=seed)
-    await server.start()
-    try:
-        yield server.url
-    finally:
-        await server.stop()
-
-
-@asynccontextmanager
-async def recorder(folder: Path, engine_url: str, section: dict[str, Any]) -> AsyncIterator[str]:
-    """`agentic-proxy serve`, with the extra of learners."""
-    port = free_port("127.0.0.1")
-    config = folder / "recorder.yaml"
-    extra = {"target": TARGET, "settings": {"recorders": [section]}}
-    config.write_text(yaml.safe_dump({"extras": [extra]}))
-    command = [
-        *(sys.executable, "-m", "proxy", "serve", "--config", str(config)),
-        *("--model", str(MODEL), "--engine", engine_url, "--port", str(port)),
-        *("--store", f"sqlite:///{folder}/sessions.db"),
-    ]
-    with (folder / "recorder.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, "AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY},
-        )
-        assert process.stdout is not None
-        try:
-            line = (await process.stdout.readline()).decode()
-            assert "recording proxy" in line, (folder / "recorder.log").read_text()
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            await process.wait()
-
-
-def learn_yaml(folder: Path, url: str, engine_url: str, seed: int, **more: Any) -> LearnConfig:
-    """Writes and reads the learner's configuration."""
-    values: dict[str, Any] = {
-        "recorder": {"policy": "work", "folder": str(folder / "learn"), "folders": [str(folder)]},
-        "url": url,
-        "engines": [engine_url],
-        "evidence": ["rating", {"name": "kept", "after_s": 0}],
-        "model": {"path": str(MODEL), "lora": {"rank": 8, "alpha": 16}},
-        "optimizer": {"lr": 5.0e-3, "betas": [0.9, 0.95]},
-        "update": {"sessions": 10, "epochs": 16},
-        "canary": {"alpha": 0.1},
-        "device": "cpu",
-        "seed": seed,
-    }
-    path = folder / "learn.yaml"
-    path.write_text(yaml.safe_dump(values | more))
-    return read_config(path)
-
-
-@asynccontextmanager
-async def show(
-    folder: Path, engine_url: str, user: User, seed: int, **more: Any
-) -> AsyncIterator[Show]:
-    """A user with a recorder and a learner."""
-    section = {"policy": "work", "folder": str(folder / "learn"), "folders": [str(folder)]}
-    async with recorder(folder, engine_url, section) as url:
-        config = learn_yaml(folder, url, engine_url, seed, **more)
-        async with (
-            learning(config) as learner,
-            ProxyClient(url, ADMIN_KEY) as control,
-            aiohttp.ClientSession() as http,
-        ):
-            yield Show(control, http, learner, folder, user, random.Random(seed))
-
-
-async def learns(seed: int, sessions: int, evals: int) -> dict[str, Any]:
+async def learns(folder: Path, seed: int, sessions: int, evals: int) -> dict[str, Any]:
     """A user whose preference is learned."""
     preference = world.PREFERENCES[seed % len(world.PREFERENCES)]
-    with tempfile.TemporaryDirectory(prefix="learn-") as name:
-        folder = Path(name)
-        async with engine(folder, seed) as engine_url:
-            user = User(preference, random.Random(seed + 100))
-            async with show(folder, engine_url, user, seed) as run:
-                rates = {0: await run.evaluate(0, evals)}
-                print(f"seed {seed}, {preference}: {rates[0]:.2f} before", flush=True)
-                for number in range(sessions):
-                    await run.session(number)
-                    stable = run.learner.history.stable
-                    if stable not in rates:
-                        rates[stable] = await run.evaluate(stable, evals)
-                        print(f"  session {number + 1}: {stable} {rates[stable]:.2f}", flush=True)
-                journal = run.learner.journal.lines
-                kinds = Counter(line["kind"] for line in journal)
-                for line in journal:
-                    if line["kind"] in ("gate", "canary", "promote", "rollback"):
-                        shown = {
-                            k: v for k, v in line.items() if k not in ("hash", "previous", "at")
-                        }
-                        print("   ", shown, flush=True)
-                return {"seed": seed, "rates": rates, "kinds": dict(kinds), "calls": run.calls}
-
-
-def make_model() -> None:
-    """Makes the model, in about five minutes, if it is not there."""
-    command = [sys.executable, "-m", "examples.starter_model", *RECIPE, "--out", str(MODEL)]
-    MODEL.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(command, check=True)
+    async with engine(folder, seed) as engine_url:
+        user = User(preference, random.Random(seed + 100))
+        async with show(folder, engine_url, user, seed) as run:
+            rates = {0: await run.evaluate(0, evals)}
+            print(f"seed {seed}, {preference}: {rates[0]:.2f} before", flush=True)
+            for number in range(sessions):
+                await run.session(number)
+                stable = run.learner.history.stable
+                if stable not in rates:
+                    rates[stable] = await run.evaluate(stable, evals)
+                    words = f"after session {number + 1}, adapter {stable}: {rates[stable]:.2f}"
+                    print(f"  {words}", flush=True)
+            for line in run.learner.journal.lines:
+                if line["kind"] in _SHOWN:
+                    print("   ", {k: line[k] for k in line if k not in _NOT_SHOWN}, flush=True)
+            return {"preference": preference, "rates": rates, "calls": run.calls}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.learn", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learn",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    shows = ("learn", "worse", "poison", "swaps", "forget")
+    parser.add_argument("--show", choices=shows, default="learn")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--evals", type=int, default=40)
@@ -256,7 +67,20 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     make_model()
     for seed in arguments.seeds:
-        print(json.dumps(asyncio.run(learns(seed, arguments.sessions, arguments.evals))))
+        with tempfile.TemporaryDirectory(prefix="learn-") as name:
+            folder = Path(name)
+            if arguments.show == "learn":
+                work = learns(folder, seed, arguments.sessions, arguments.evals)
+            else:
+                scenarios = {
+                    "worse": worse,
+                    "poison": poison,
+                    "swaps": swaps,
+                    "forget": forgotten,
+                }
+                work = scenarios[arguments.show](folder, seed)
+            said = {"show": arguments.show, "seed": seed, **asyncio.run(work)}
+            print(json.dumps(said), flush=True)
     return 0
 
 
