@@ -1,5 +1,5 @@
-"""What must not happen: a worse canary stays, poisoned evidence is served, a call is lost in a swap, a
-forgotten session leaves a trace.
+"""What must not happen: a worse canary stays, poisoned evidence is served, a call is lost in a
+swap, a forgotten session leaves a trace.
 """
 
 from __future__ import annotations
