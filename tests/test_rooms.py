@@ -40,6 +40,7 @@ TOGETHER: dict[str, dict[str, str]] = {
     "trainer/extras/learn": {
         "proxy/extras/learn": "the learner's side of it",
         "proxy/extras/rules": "evidence of tests that the agent did not change",
+        "proxy/extras/secrets": "no token of a secret is trained, and no decision quotes one",
         "trainer/extras/ledger": "adapters are computed again from their record",
     },
     "trainer/extras/mirror": {"proxy/extras/relay": "one client of file systems at URLs"},

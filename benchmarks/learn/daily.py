@@ -51,22 +51,18 @@ class User:
     preference: str
     rng: random.Random
     says: float = 0.5
-    """Share of the sessions that are rated; of the others, the commit is kept or reverted."""
+    """Share of the sessions that are rated; of the others, the commit is kept or reverted. One
+    without a commit is rated."""
     wrong: float = 0.0
     """Share of the sessions of which the user says the contrary."""
 
     async def react(self, control: ProxyClient, session: str, folder: Path, *, liked: bool) -> None:
         says_liked = liked != (self.rng.random() < self.wrong)
-        if self.rng.random() < self.says:
+        made = int(world.git(folder, "rev-list", "--count", "HEAD")) > 1
+        if self.rng.random() < self.says or not made:
             await control.curate(session, value=float(says_liked))
         elif not says_liked:
-            undo(folder)
-
-
-def undo(folder: Path) -> None:
-    """Reverts the last commit, if the session made one."""
-    if int(world.git(folder, "rev-list", "--count", "HEAD")) > 1:
-        world.git(folder, "revert", "--no-edit", "HEAD")
+            world.git(folder, "revert", "--no-edit", "HEAD")
 
 
 @dataclass
@@ -188,8 +184,8 @@ def learn_yaml(folder: Path, url: str, engine_url: str, seed: int, **more: Any) 
         "engines": [engine_url],
         "evidence": ["rating", {"name": "kept", "after_s": 0}],
         "model": {"path": str(MODEL), "lora": {"rank": 8, "alpha": 16}},
-        "optimizer": {"lr": 5.0e-3, "betas": [0.9, 0.95]},
-        "update": {"sessions": 10, "epochs": 16},
+        "optimizer": {"lr": 2.0e-3, "betas": [0.9, 0.95]},
+        "update": {"sessions": 16, "epochs": 40, "held_out": 0.1},
         "canary": {"alpha": 0.1},
         "device": "cpu",
         "seed": seed,

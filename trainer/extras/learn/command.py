@@ -17,6 +17,7 @@ from proxy.extras.learn.client import LearnClient
 from proxy.extras.learn.section import make_folder
 from proxy.keys import kept_key
 from proxy.records import FOLDER
+from proxy.rendering.tokenizer import load_tokenizer
 from trainer.cluster.device_plan import fitted, gpus_here
 from trainer.cluster.local import local_trainer
 from trainer.cluster.ranks import device_of
@@ -151,7 +152,8 @@ async def learning(config: LearnConfig) -> AsyncIterator[DailyLearner]:
             LearnClient(config.url, key) as recorder,
             local_trainer(processes, folder, RunControl(), probe) as rank_zero,
         ):
-            learner = DailyLearner(config, recorder, rank_zero, probe)
+            decode = load_tokenizer(config.model.path).decode
+            learner = DailyLearner(config, recorder, rank_zero, probe, decode)
             await learner.begin()
             yield learner
     finally:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy.extras.secrets import mask
 from proxy.store.curation import MAX_VALUE_CHARS
 from trainer.extras.learn.evidence import RATES_ITSELF, Finding, Source
 from trainer.extras.learn.seen import Seen
@@ -89,4 +90,4 @@ def _within(value: float) -> float:
 
 def _line(source: Source, finding: Finding) -> dict[str, Any]:
     line = {"source": source.name, "weight": source.weight, "sign": finding.sign}
-    return {**line, "why": finding.why, "turn": finding.turn}
+    return {**line, "why": mask(finding.why), "turn": finding.turn}

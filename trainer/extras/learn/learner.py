@@ -21,6 +21,7 @@ from typing import Any
 from agent_loop.records import Group
 from proxy.client import ProxyClientError
 from proxy.extras.learn.client import LearnClient
+from proxy.extras.secrets.tokens import Decode
 from proxy.records import Session, Turn
 from proxy.settings.section import Section
 from proxy.store.curation import MAX_VALUE_CHARS
@@ -53,7 +54,10 @@ class DailyLearner:
         recorder: LearnClient,
         rank_zero: RankZero,
         probe: Sequence[int] = (),
+        decode: Decode | None = None,
     ) -> None:
+        """`probe`: ids on which trainer and engines are compared. `decode`: the tokenizer's, by
+        which tokens of secrets are found."""
         self.config = config
         self.recorder = recorder
         self.rank_zero = rank_zero
@@ -62,6 +66,7 @@ class DailyLearner:
         self.journal = Journal(config.folder)
         self.history = History.of(self.journal.lines)
         self._probe = list(probe)
+        self._decode = decode
         self._served: dict[int, str] = {}
         """Adapter → the engines' name of it, of those that this process has published."""
         self._kept: Set[str] = frozenset()
@@ -243,7 +248,8 @@ class DailyLearner:
                     raise
                 left_out["no longer there, or no longer opted in"] += 1
                 continue
-            found = prepared(session, turns, _of_line(history.sessions[name]), lineage)
+            judged_so = _of_line(history.sessions[name])
+            found = prepared(session, turns, judged_so, lineage, self._decode)
             left_out += found.left_out
             if found.group is not None:
                 groups.append(found.group)

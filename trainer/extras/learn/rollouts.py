@@ -2,7 +2,7 @@
 
 Invariant: a token is trained only in a turn that has a value, that this policy sampled, at the
 temperature that is trained, and whose adapter is not too old. The recorded log-probabilities are
-those of the adapter that the turn names.
+those of the adapter that the turn names. No token of a secret is trained.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from agent_loop.errors import TrajectoryError
-from agent_loop.records import Group, Rollout, RolloutStatus, Task
+from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from agent_loop.trajectory import build_segments
+from proxy.extras.secrets import SessionSecrets
+from proxy.extras.secrets.tokens import Decode
 from proxy.records import Session, Turn, VersionSpan
 from trainer.extras.learn.judging import Judged
 
@@ -41,8 +44,15 @@ class Prepared:
     """Why turns with a value are context → number of them."""
 
 
-def prepared(session: Session, turns: Sequence[Turn], judged: Judged, lineage: Lineage) -> Prepared:
-    """The session as a group of its own, because evidence is compared with nothing."""
+def prepared(
+    session: Session,
+    turns: Sequence[Turn],
+    judged: Judged,
+    lineage: Lineage,
+    decode: Decode | None = None,
+) -> Prepared:
+    """The session as a group of its own, because evidence is compared with nothing. Tokens that
+    spell a secret are context; without `decode`, all of a session that has one."""
     left_out: Counter[str] = Counter()
     untrained = set(range(len(turns)))
     own = []
@@ -59,6 +69,7 @@ def prepared(session: Session, turns: Sequence[Turn], judged: Judged, lineage: L
         segments = build_segments(own, untrained=untrained)
     except TrajectoryError as error:
         return Prepared(None, left_out + Counter([f"inconsistent records ({error})"]))
+    segments = _without_secrets(turns, segments, decode, left_out)
     if not any(segment.mask.any() for segment in segments):
         return Prepared(None, left_out)
     task = Task(session.session_id, {})
@@ -81,6 +92,30 @@ def adapter_of(turn: Turn, policy: str) -> int | None:
         return 0
     name, _, number = turn.policy.rpartition("-")
     return int(number) if name == policy and number.isdecimal() else None
+
+
+def _without_secrets(
+    turns: Sequence[Turn],
+    segments: Sequence[Segment],
+    decode: Decode | None,
+    left_out: Counter[str],
+) -> tuple[Segment, ...]:
+    secrets = SessionSecrets(decode)
+    secrets.add(turns)
+    if not len(secrets.known):
+        return tuple(segments)
+    read: Counter[int] = Counter()
+    kept = []
+    for segment in segments:
+        is_secret = np.zeros(len(segment.ids), np.bool_)
+        for turn in np.unique(segment.turns).tolist():  # its tokens stand in order
+            own = segment.turns == turn
+            size = int(own.sum())
+            is_secret[own] = secrets.of(turn)[read[turn] : read[turn] + size]
+            read[turn] += size
+        left_out["tokens of a secret"] += int((segment.mask & is_secret).sum())
+        kept.append(segment.training_only(~is_secret))
+    return tuple(kept)
 
 
 def _numbered(turn: Turn, number: int) -> Turn:
