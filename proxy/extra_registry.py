@@ -68,6 +68,8 @@ FOLDER_NOTES: str | None = "proxy.extras.learn.consent:notes_of_folder"
 """What `agentic-proxy run` notes in a session's metadata about the agent's folder."""
 LEARNERS = "proxy.extras.learn.section:with_learners"
 """What `serve --learn FILE` adds to the configuration."""
+PDF_PAGES: str | None = "proxy.extras.pdf_pages.pages"
+"""The module that renders the pages of a document, where its library is installed."""
 SEVERAL_PROCESSES = "proxy.extras.several_processes.workers:serve_workers"
 """What serves the port if `workers` is more than 1."""
 

@@ -47,6 +47,13 @@ def named(messages: Iterable[Message]) -> list[str]:
     return [found for each in messages if MARK in each.text for found in _MARKED.findall(each.text)]
 
 
+def rewritten(text: str, by: Callable[[str], str]) -> str:
+    """The text with `by(sha256)` in place of each image: a mark, or a text, which then is on lines
+    of its own."""
+    blocks = [block for before, sha256 in parts(text) for block in (before, sha256 and by(sha256))]
+    return joined_blocks(block for block in blocks if block) if MARK in text else text
+
+
 def replaced(text: str, by: Callable[[str], str]) -> str:
     """The text with `by(sha256)` in place of each image."""
     return _MARKED.sub(lambda found: by(found[1]), text) if MARK in text else text

@@ -9,8 +9,10 @@ the same bytes is refused.
 from __future__ import annotations
 
 import asyncio
+import binascii
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import import_module
 
 import aiohttp
 
@@ -18,14 +20,24 @@ from proxy.conversation.images import named
 from proxy.conversation.messages import Conversation
 from proxy.engines.protocol import PreparedImage, PromptImages
 from proxy.errors import EngineError, EngineRefusal, ImageError
+from proxy.extra_registry import PDF_PAGES
 from proxy.records import ImageSpan, RecordedImage
 from proxy.rendering.rendering import Rendering
 from proxy.routing.router import Router
 from proxy.serving.sessions import LiveSession
 from proxy.store.protocol import Store
 from proxy.wire.fields import Note
-from proxy.wire.images import MAX_BYTES, SentImage, SentImages, fetched_image
+from proxy.wire.images import (
+    MAX_BYTES,
+    Made,
+    SentImage,
+    SentImages,
+    SentLink,
+    fetched_image,
+)
 
+RenderPages = Callable[[bytes], Awaitable[tuple[list[bytes], int] | None]]
+"""Gets a PDF; returns the first pages as PNG, and the number of all, or None."""
 KNOWN_IMAGES = 100_000
 """Images whose number of tokens is remembered."""
 ITEMS_BYTES = 256 * 2**20
@@ -45,6 +57,7 @@ class Images:
     ) -> None:
         """`urls`: beginnings of those from which images are fetched."""
         self._urls = urls
+        self._pages = _page_renderer()
         self._store = store
         self._router = router
         self._rendering = rendering
@@ -59,7 +72,7 @@ class Images:
         texts."""
         if self._rendering.image_token is None or not self._router.reads_images:
             return None
-        return SentImages(self._urls)
+        return SentImages(self._urls, documents=self._pages is not None)
 
     async def learn(
         self, conversation: Conversation, sent: SentImages, live: LiveSession
@@ -67,8 +80,8 @@ class Images:
         """Fills `Conversation.images`. An image that no engine can read, or that cannot be fetched,
         is shown as a text, which the notes name. Raises EngineError."""
         if sent.linked:
-            await self._fetch(sent, live)
-            sent.fetched(conversation.messages, live.fetched)
+            await self._make(sent, live)
+            sent.fetched(conversation.messages, live.made_images)
         sent.shown_in(conversation.messages, set())
         names = list(dict.fromkeys(named(conversation.messages)))
         nodes = live.tree.nodes if names else []
@@ -90,24 +103,38 @@ class Images:
         if unread:
             sent.shown_in(conversation.messages, unread)
         shown = [sent.found[sha256].shown for sha256 in sorted(unread)]
-        shown += [link.shown for name, link in sent.linked.items() if live.fetched[name] is None]
+        made = live.made_images
+        shown += [link.shown for name, link in sent.linked.items() if made[name] is None]
         return [Note("shown_as_text", "image", "messages", text) for text in shown]
 
-    async def _fetch(self, sent: SentImages, live: LiveSession) -> None:
-        """Each URL once for a session, whose history then stays what it is."""
-        new = [name for name in sent.linked if name not in live.fetched]
-        if not new:
-            return
-        async with aiohttp.ClientSession(trust_env=False) as http:
-            room = asyncio.Semaphore(AT_ONCE)
+    async def _make(self, sent: SentImages, live: LiveSession) -> None:
+        """Each URL and each document once for a session, whose history then stays what it is."""
+        room, made = asyncio.Semaphore(AT_ONCE), live.made_images
 
-            async def fetch(name: str) -> None:
-                link = sent.linked[name]
-                async with room:
-                    data = await _fetched(http, link.url)
-                live.fetched[name] = None if data is None else fetched_image(data, link.shown)
+        async def make(name: str, link: SentLink) -> None:
+            async with room:
+                if link.url is not None:
+                    made[name] = await _fetched(link.url, link.shown)
+                else:
+                    made[name] = await self._rendered(link.document or "", link.shown)
 
-            await asyncio.gather(*map(fetch, new))
+        new = [(name, link) for name, link in sent.linked.items() if name not in made]
+        await asyncio.gather(*(make(*each) for each in new))
+
+    async def _rendered(self, document: str, shown: str) -> Made | None:
+        assert self._pages is not None  # otherwise there are no documents
+        try:
+            data = binascii.a2b_base64(document)
+        except (binascii.Error, ValueError):
+            return None
+        found = await self._pages(data)
+        if found is None:
+            return None
+        pages, count = found
+        images = [fetched_image(page, shown) for page in pages]
+        rest = f"\n[the first {len(pages)} of {count} pages]" if count > len(pages) else ""
+        whole = [image for image in images if image is not None]
+        return (whole, rest) if whole and len(whole) == len(pages) else None
 
     async def record(self, session_id: str, names: Sequence[str], sent: SentImages) -> None:
         """Stores images that a turn of the session is going to name. Raises StoreError and
@@ -182,11 +209,14 @@ class Images:
             self._items_bytes -= len(self._items.popitem(last=False)[1])
 
 
-async def _fetched(http: aiohttp.ClientSession, url: str) -> bytes | None:
-    """The body of an URL, which may not lead to another one; None: there is none."""
+async def _fetched(url: str, shown: str) -> Made | None:
+    """The image of an URL, which may not lead to another one; None: there is none."""
     timeout, data = aiohttp.ClientTimeout(total=FETCH_S), bytearray()
     try:
-        async with http.get(url, timeout=timeout, allow_redirects=False) as response:
+        async with (
+            aiohttp.ClientSession(trust_env=False) as http,
+            http.get(url, timeout=timeout, allow_redirects=False) as response,
+        ):
             if response.status != 200:
                 return None
             async for part in response.content.iter_any():
@@ -195,4 +225,13 @@ async def _fetched(http: aiohttp.ClientSession, url: str) -> bytes | None:
                     return None
     except (aiohttp.ClientError, TimeoutError, ValueError):
         return None
-    return bytes(data)
+    image = fetched_image(bytes(data), shown)
+    return None if image is None else ([image], "")
+
+
+def _page_renderer() -> RenderPages | None:
+    """None where the extra or its library is not there."""
+    if PDF_PAGES is None:
+        return None
+    module = import_module(PDF_PAGES)
+    return module.pages if module.is_installed() else None

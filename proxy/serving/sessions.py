@@ -44,7 +44,7 @@ from proxy.settings.profiles import AgentProfile, Profiles
 from proxy.store.protocol import Store, Undelivered
 from proxy.token_tree.tree import TokenTree
 from proxy.wire.fields import Note
-from proxy.wire.images import SentImage
+from proxy.wire.images import Made
 
 MAX_ID_CHARS = 256
 MAX_REFUSALS = 100
@@ -130,8 +130,9 @@ class LiveSession:
     refusals: int = 0
     images: set[str] = field(default_factory=set)
     """The sha256 of images that this process has stored for the session."""
-    fetched: dict[str, SentImage | None] = field(default_factory=dict)
-    """What this process has fetched for the session, by the sha256 of the URL: each once."""
+    made_images: dict[str, Made | None] = field(default_factory=dict)
+    """What this process has fetched and rendered for the session, each once, by the sha256 of the
+    URL or the document."""
     unknown_fields: set[str] = field(default_factory=set)
     """Unknown fields of its requests that are recorded as events."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)

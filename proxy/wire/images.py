@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.conversation.images import MARK, mark, replaced
+from proxy.conversation.images import mark, rewritten
 from proxy.conversation.messages import Message
 
 MAX_BYTES = 20 * 2**20
@@ -38,6 +38,8 @@ _SIGNATURES = (
     (b"GIF89a", "image/gif"),
 )
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+_PDF = "JVBERi"
+"""`%PDF` in base64."""
 _READ_BY = ("user", "tool")
 """Chat templates have images in the messages of these roles."""
 
@@ -60,10 +62,16 @@ class SentImage(msgspec.Struct, frozen=True):
 
 
 class SentLink(msgspec.Struct, frozen=True):
-    """An image by its URL."""
+    """What has to be fetched or rendered before it is images."""
 
-    url: str
     shown: str
+    url: str | None = None
+    document: str | None = None
+    """A PDF in base64."""
+
+
+Made = tuple[list[SentImage], str]
+"""The images that a link is, and the text after them."""
 
 
 def fetched_image(data: bytes, shown: str) -> SentImage | None:
@@ -107,13 +115,16 @@ _KNOWN_TEXTS = KnownTexts()
 class SentImages:
     """Takes the images of one request out of its blocks."""
 
-    def __init__(self, urls: Sequence[str] = ()) -> None:
-        """`urls`: beginnings of those from which images are fetched."""
+    def __init__(self, urls: Sequence[str] = (), *, documents: bool = False) -> None:
+        """`urls`: beginnings of those from which images are fetched. `documents`: whether pages of
+        PDFs are images."""
         self.found: dict[str, SentImage] = {}
         """By sha256."""
         self.linked: dict[str, SentLink] = {}
-        """By the sha256 of the URL, which stands in the texts until the image is there."""
+        """By the sha256 of the URL or the document, which stands in the texts until the images are
+        there."""
         self._urls = tuple(urls)
+        self._documents = documents
         self.marks = 0
         """Number of characters `MARK` that were returned."""
 
@@ -126,10 +137,10 @@ class SentImages:
         """
         url = _url(block) if self._urls else None
         if url is not None and url.startswith(self._urls):
-            name = hashlib.sha256(url.encode()).hexdigest()
-            self.linked[name] = SentLink(url, shown)
-            self.marks += 2
-            return mark(name)
+            return self._link(url, SentLink(shown, url=url))
+        document = _document(block) if self._documents else None
+        if document is not None:
+            return self._link(document, SentLink(shown, document=document))
         text = _base64(block)
         if text is None or len(text) * 3 // 4 > MAX_BYTES + 2:
             return None
@@ -144,37 +155,43 @@ class SentImages:
         self.marks += 2
         return mark(sha256)
 
+    def _link(self, content: str, link: SentLink) -> str:
+        name = hashlib.sha256(content.encode()).hexdigest()
+        self.linked[name] = link
+        self.marks += 2
+        return mark(name)
+
     def again(self) -> SentImages:
         """For another reading of the same request."""
-        return SentImages(self._urls)
+        return SentImages(self._urls, documents=self._documents)
 
-    def fetched(self, messages: list[Message], images: Mapping[str, SentImage | None]) -> None:
-        """Puts images in the place of the URLs that they were fetched from; None: a text."""
-        for image in images.values():
-            if image is not None:
+    def fetched(self, messages: list[Message], made: Mapping[str, Made | None]) -> None:
+        """Puts the images in the place of what they were made of; None: a text."""
+        for name in self.linked:
+            for image in (made[name] or ([], ""))[0]:
                 self.found.setdefault(image.sha256, image)
 
         def there(name: str) -> str:
-            if name not in images:
+            if name not in self.linked:
                 return mark(name)
-            image = images[name]
-            return self.linked[name].shown if image is None else mark(image.sha256)
+            if (found := made[name]) is None:
+                return self.linked[name].shown
+            images, rest = found
+            return "".join(mark(image.sha256) for image in images) + rest
 
         for message in messages:
-            message.text = replaced(message.text, there)
+            message.text = rewritten(message.text, there)
 
     def shown_in(self, messages: list[Message], unread: set[str]) -> None:
         """Shows images as texts: those of roles whose images no chat template has, and those whose
         sha256 is in `unread`."""
+
+        def there(sha256: str) -> str:
+            return self.found[sha256].shown if sha256 in hidden else mark(sha256)
+
         for message in messages:
-            if MARK in message.text:
-                all_of_them = message.role not in _READ_BY
-                message.text = replaced(
-                    message.text,
-                    lambda sha256, every=all_of_them: (  # type: ignore[misc]
-                        self.found[sha256].shown if every or sha256 in unread else mark(sha256)
-                    ),
-                )
+            hidden = unread if message.role in _READ_BY else self.found.keys()
+            message.text = rewritten(message.text, there)
 
 
 def _url(block: dict[str, Any]) -> str | None:
@@ -186,6 +203,20 @@ def _url(block: dict[str, Any]) -> str | None:
     elif isinstance(url, dict):
         url = url.get("url")
     return url if block.get("type") in KINDS and isinstance(url, str) else None
+
+
+def _document(block: dict[str, Any]) -> str | None:
+    """The PDF that a block holds, in base64."""
+    source, file = block.get("source"), block.get("file")
+    value = block.get("file_data") if block.get("type") == "input_file" else None
+    if block.get("type") == "document" and isinstance(source, dict):
+        value = source.get("data") if source.get("type") == "base64" else None
+    elif block.get("type") == "file" and isinstance(file, dict):
+        value = file.get("file_data")
+    if not isinstance(value, str):
+        return None
+    text = value.partition(",")[2] if value.startswith("data:") else value
+    return text if text.startswith(_PDF) and len(text) * 3 // 4 <= MAX_BYTES else None
 
 
 def _base64(block: dict[str, Any]) -> str | None:

@@ -26,6 +26,7 @@ from proxy.testing.scripted_images import UNREADABLE
 from proxy.token_tree.paths import prefix, prefix_images
 from tests.proxy.checkpoint import PICTURES, write_checkpoint
 from tests.proxy.conftest import RunningProxy, StartProxy, starting_proxies
+from tests.proxy.extras.pdf_pages.test_pages import document
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FIRST, SECOND, THIRD = (PNG + name * 9 for name in (b"first", b"secnd", b"third"))
@@ -430,3 +431,46 @@ async def test_images_are_fetched_from_allowed_urls_once_per_session(start: Star
 def test_only_whole_hosts_are_allowed_for_images(url: str) -> None:
     with pytest.raises(ValueError, match="HOST"):
         RenderingConfig(image_urls=[url])
+
+
+@pytest.mark.parametrize("route", ["messages", "responses", "chat/completions"])
+async def test_pages_of_a_document_are_images(proxy: RunningProxy, route: str) -> None:
+    """As Claude Code's Read of a PDF, and files of the other two dialects."""
+    data = document("One", "Two")
+    source = {"type": "base64", "media_type": "application/pdf", "data": encoded(data)}
+    file = f"data:application/pdf;base64,{encoded(data)}"
+    parts: dict[str, dict[str, Any]] = {
+        "messages": {"type": "document", "source": source},
+        "responses": {"type": "input_file", "filename": "a.pdf", "file_data": file},
+        "chat/completions": {"type": "file", "file": {"filename": "a.pdf", "file_data": file}},
+    }
+    history: list[Any] = [{"role": "user", "content": [parts[route]]}]
+    session = await proxy.session()
+    name = "input" if route == "responses" else "messages"
+    limit = "max_output_tokens" if route == "responses" else "max_tokens"
+    for more in (
+        [],
+        [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "?"}],
+    ):
+        history += more
+        body = {"model": "m", name: history, limit: 50}
+        status, answer = await proxy.post(session, route, body)
+        assert status == 200, answer
+    seen = [proxy.engine.images.seen(call) for call in proxy.engine.calls]
+    assert seen[0] == seen[1]
+    assert [page[:8] for page in seen[0]] == [PNG, PNG]
+    assert seen[0][0] != seen[0][1]
+    _, turns = await proxy.record(session)
+    assert [turn.fork_cause for turn in turns] == [None, None]
+    assert await proxy.control.image(session.trial_id, hashlib.sha256(seen[0][1]).hexdigest())
+
+
+async def test_document_that_cannot_be_read_is_shown_as_text(proxy: RunningProxy) -> None:
+    source = {"type": "base64", "media_type": "application/pdf", "data": encoded(b"%PDF-1.4 no")}
+    content = [{"type": "document", "source": source}, {"type": "text", "text": "Read it."}]
+    session = await proxy.session()
+    body = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 9}
+    status, answer = await proxy.post(session, "messages", body)
+    assert status == 200, answer
+    text = proxy.rendering.tokenizer.decode(proxy.engine.calls[0].prompt_ids)
+    assert "user\n[document: application/pdf; this model reads only text]\nRead it." in text

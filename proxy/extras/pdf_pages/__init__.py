@@ -1,0 +1,1 @@
+"""The pages of a PDF as pictures, for a model that reads images."""
