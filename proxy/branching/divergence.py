@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from proxy.conversation.images import told_apart, uncut
 from proxy.conversation.json_values import canonical_arguments
 from proxy.conversation.messages import Message
 
@@ -37,7 +38,8 @@ class RequestDifference:
 
 def difference(turn: int, message: int | None, recorded: str, seen: str) -> RequestDifference:
     """The divergence of two texts that differ, as a unified diff of their lines."""
-    before, after = (text[:MAX_TEXT_CHARS].splitlines() for text in (recorded, seen))
+    shorter = (told_apart(text[: uncut(text, MAX_TEXT_CHARS)]) for text in (recorded, seen))
+    before, after = (text.splitlines() for text in shorter)
     found = list(
         difflib.unified_diff(before, after, "recorded", "this branch", n=CONTEXT_LINES, lineterm="")
     )

@@ -9,9 +9,10 @@ same expression, so that nothing is tolerated without being reported.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from proxy.conversation.images import MARK, mark, parts
 from proxy.settings.profiles import AgentProfile
 
 SHOWN_CHARS = 200
@@ -54,14 +55,18 @@ class Tolerance:
         """The text with a mark in the place of everything that may differ."""
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda found: f"\0{found.lastgroup}\0", _with_words(text))
+        if MARK not in text:
+            return self._masked(self._pattern, text)
+        return "".join(
+            self._masked(self._pattern, part) + (mark(image) if image else "")
+            for part, image in parts(text)
+        )
 
     def differences(self, recorded: str, seen: str) -> list[Tolerated]:
         """The tolerated differences of two texts that are equal when masked."""
         if self._pattern is None or recorded == seen:
             return []
-        one, other = (self._pattern.finditer(_with_words(text)) for text in (recorded, seen))
-        pairs = zip(one, other, strict=True)
+        pairs = zip(self._found(recorded), self._found(seen), strict=True)
         return [
             Tolerated(
                 str(one.lastgroup), *(each[0].rstrip(" \t")[:SHOWN_CHARS] for each in (one, other))
@@ -69,6 +74,15 @@ class Tolerance:
             for one, other in pairs
             if one[0] != other[0]
         ]
+
+    @staticmethod
+    def _masked(pattern: re.Pattern[str], text: str) -> str:
+        return pattern.sub(lambda found: f"\0{found.lastgroup}\0", _with_words(text))
+
+    def _found(self, text: str) -> Iterator[re.Match[str]]:
+        assert self._pattern is not None
+        for part, _ in parts(text):
+            yield from self._pattern.finditer(_with_words(part))
 
 
 def _with_words(text: str) -> str:

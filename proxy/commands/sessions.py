@@ -25,6 +25,7 @@ from proxy.conversation.first_words import first_words
 from proxy.conversation.messages import load_answer
 from proxy.errors import ConfigurationError, SessionError
 from proxy.records import FOLDER, GIT_BRANCH, Session, SessionKind, SessionStatus, Turn
+from proxy.records.images import decoded
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
 from proxy.store import open_store
 from proxy.store.curation import RATING, THUMBS, keep
@@ -159,7 +160,7 @@ def _turn_text(turn: Turn, tokenizer: Tokenizer | None, *, with_tokens: bool) ->
     if tokenizer is None:
         _append_answer(text, turn)
         return text
-    text.append(visible(tokenizer.decode(turn.prompt_ids)), style="dim")
+    text.append(visible(decoded(turn.prompt_ids, tokenizer.decode)), style="dim")
     if not with_tokens:
         text.append(visible(tokenizer.decode(turn.sampled_ids)), style="green")
         return text

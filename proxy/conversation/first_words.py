@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from proxy.conversation.images import shown
 from proxy.conversation.recorded import parse_request
 
 CHARS = 60
@@ -19,7 +20,7 @@ def first_words(requests: Iterable[bytes]) -> str:
     for recorded in requests:
         request = parse_request(recorded)
         for message in () if request is None else request.messages:
-            if message.role == "user" and (said := _ADDED.sub("\n", message.text).strip()):
+            if message.role == "user" and (said := _ADDED.sub("\n", shown(message.text)).strip()):
                 line = " ".join(said.splitlines()[0].split())
                 return line if len(line) <= CHARS else line[: CHARS - 1] + "…"
     return ""

@@ -57,3 +57,30 @@ def rewritten(text: str, by: Callable[[str], str]) -> str:
 def replaced(text: str, by: Callable[[str], str]) -> str:
     """The text with `by(sha256)` in place of each image."""
     return _MARKED.sub(lambda found: by(found[1]), text) if MARK in text else text
+
+
+def shown(text: str) -> str:
+    """The text for people and searches: the word `[image]` in the place of each image."""
+    return replaced(text, lambda _: " [image] ").strip() if MARK in text else text
+
+
+def told_apart(text: str) -> str:
+    """The text for people who compare it with another one: `[image 9f86d0818f5e]` in the place of
+    each image, with the first digits of its sha256."""
+    return replaced(text, lambda sha256: f"[image {sha256[:12]}]")
+
+
+def blanked(text: str) -> str:
+    """The text with line breaks in the place of each image, of the same length."""
+    return replaced(text, lambda _: "\n" * _LENGTH)
+
+
+def uncut(text: str, end: int) -> int:
+    """The largest number of characters, at most `end`, that cuts no image."""
+    for found in _MARKED.finditer(text, max(0, end - _LENGTH), min(len(text), end + _LENGTH)):
+        if found.start() < end < found.end():
+            return found.start()
+    return end
+
+
+_LENGTH = len(mark("0" * 64))

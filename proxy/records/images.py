@@ -9,7 +9,7 @@ and whatever does not know of images fails, instead of taking an image's tokens 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -83,6 +83,23 @@ def found_images(ids: Ids, known: Iterable[ImageSpan]) -> tuple[ImageSpan, ...]:
         at += image.tokens
     check_images(ids, found)
     return tuple(found)
+
+
+def decoded(ids: Ids, decode: Callable[[list[int]], str], *, hidden: int = 0) -> str:
+    """The text of ids for people: `[image 0f3a91c2, 768 tokens]` in the place of an image, where
+    another image has another number.
+
+    Args:
+        decode: gives the text of ids that are at least 0, or `hidden`.
+        hidden: an id that is of no image.
+    """
+    is_image = (ids < 0) & (ids != hidden)
+    cuts = np.flatnonzero(np.diff(is_image)) + 1
+    return "".join(
+        f"[image {-1 - own[0]:08x}, {len(own)} tokens]" if of_image[0] else decode(own.tolist())
+        for own, of_image in zip(np.split(ids, cuts), np.split(is_image, cuts), strict=True)
+        if len(own)
+    )
 
 
 def moved(images: Iterable[ImageSpan], by: int) -> tuple[ImageSpan, ...]:

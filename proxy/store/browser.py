@@ -16,6 +16,7 @@ from proxy.records import (
     FinishReason,
     ForkCause,
     Mark,
+    RecordedImage,
     Session,
     SessionKind,
     SessionStatus,
@@ -194,6 +195,11 @@ class Browser(Protocol):
 
     async def turns(self, session_id: str, indexes: Sequence[int]) -> list[Turn]:
         """Those of the turns that exist, in order. A turn that a dead proxy left is OPEN."""
+        ...
+
+    async def image(self, session_id: str, sha256: str) -> RecordedImage | None:
+        """An image of one of the session's turns. Raises StoreError: its bytes are not those that
+        were recorded."""
         ...
 
     async def requests(self, session_id: str, first: int, until: int) -> list[bytes]:

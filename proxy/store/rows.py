@@ -23,6 +23,7 @@ from proxy.records import (
     FinishReason,
     ForkCause,
     Ids,
+    ImageSpan,
     Logprobs,
     Mark,
     Origin,
@@ -217,7 +218,7 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
         agent_id=row[9],
         started_at=row[10],
         request=bytes(row[11]),
-        images=images_of(_IMAGES.decode(row[12])) if row[12] else (),
+        images=spans_from_cell(row[12]),
     )
     if row[13] is None:
         return turn
@@ -236,6 +237,11 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
         routed_experts=routed_experts.load(row[23]),
         alternatives=alternatives.load(row[24]),
     )
+
+
+def spans_from_cell(cell: bytes | None) -> tuple[ImageSpan, ...]:
+    """Reads a turn's column `images`."""
+    return images_of(_IMAGES.decode(cell)) if cell else ()
 
 
 def image_from_row(row: Sequence[Any]) -> RecordedImage:

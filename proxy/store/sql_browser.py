@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from proxy.records import FinishReason, ForkCause, Mark, Turn, TurnStatus, VersionSpan
+from proxy.records import (
+    FinishReason,
+    ForkCause,
+    Mark,
+    RecordedImage,
+    Turn,
+    TurnStatus,
+    VersionSpan,
+)
 from proxy.store import rows
 from proxy.store.browser import (
     Grant,
@@ -132,6 +140,18 @@ class SqlBrowser:
                 turn = rows.turn_from_row(row)
                 found.append(rows.read_in_session(turn, trained=bool(row[-1])))
         return sorted(found, key=lambda turn: turn.index)
+
+    async def image(self, session_id: str, sha256: str) -> RecordedImage | None:
+        sql = (
+            f"{rows.lineage('?', least=self.LEAST)} SELECT t.images FROM {_IN_SESSION}"
+            " WHERE t.images IS NOT NULL"
+        )
+        cells = await self._fetch(sql, session_id)
+        if not any(i.sha256 == sha256 for (cell,) in cells for i in rows.spans_from_cell(cell)):
+            return None
+        sql = f"SELECT {rows.IMAGE_COLUMNS} FROM images WHERE sha256 = ?"
+        found = await self._fetch(sql, sha256)
+        return rows.image_from_row(found[0]) if found else None
 
     async def requests(self, session_id: str, first: int, until: int) -> list[bytes]:
         sql = (

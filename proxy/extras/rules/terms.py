@@ -15,6 +15,7 @@ import regex
 from pydantic import with_config
 from typing_extensions import TypedDict
 
+from proxy.conversation.images import shown
 from proxy.conversation.messages import Message, load_answer
 from proxy.conversation.recorded import load_message
 from proxy.errors import RequestError
@@ -196,7 +197,7 @@ def _messages(turn: WrittenTurn, *, answers_only: bool) -> Iterator[Message]:
 
 
 def _texts(message: Message) -> Iterator[str]:
-    yield message.text
+    yield shown(message.text)
     if message.reasoning:
         yield message.reasoning
     for call in message.tool_calls:

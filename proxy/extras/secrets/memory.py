@@ -13,6 +13,7 @@ from urllib.parse import quote, quote_plus
 
 import orjson
 
+from proxy.conversation.images import blanked
 from proxy.extras.secrets.found import (
     SURE_CHARS,
     Secret,
@@ -62,6 +63,7 @@ class Known:
 
     def learn(self, text: str) -> None:
         """Remembers the secrets of a text, and of the JSON in it."""
+        text = blanked(text)
         found = self._within(text)
         for place in found.places:
             self.add(text[place.start : place.end], place.kind)
@@ -80,7 +82,9 @@ class Known:
                 self._written.setdefault(written, (kind, alone))
 
     def find(self, text: str) -> tuple[Secret, ...]:
-        """The secrets of a text, and those that are remembered."""
+        """The secrets of a text, and those that are remembered. None is in what stands for an
+        image."""
+        text = blanked(text)
         return disjoint([*places(text, self._within(text)), *self._known(text)])
 
     def mask(self, text: str) -> str:

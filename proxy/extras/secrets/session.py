@@ -17,7 +17,7 @@ from msgspec.structs import replace as replaced
 from proxy.extras.secrets.found import Within, within
 from proxy.extras.secrets.kinds import field_kind
 from proxy.extras.secrets.memory import Known
-from proxy.extras.secrets.tokens import Decode, Marked, spelling
+from proxy.extras.secrets.tokens import Decode, Marked, apart_from_images, spelling
 from proxy.records import Ids, Mark, Session, Turn
 
 HIDDEN = -1
@@ -41,7 +41,7 @@ class SessionSecrets:
         """Without `decode`, all ids of a session with a secret are masked, because nobody knows
         which ones spell it. `known`: secrets that several sessions share."""
         self.known = Known(within) if known is None else known
-        self._decode = decode
+        self._decode = None if decode is None else apart_from_images(decode)
         self._own: dict[int, tuple[int | None, int, Ids]] = {}
         """Turn → its parent, its shared tokens, and the ids that it adds."""
         self._begun: dict[int, Marked] = {}
@@ -69,10 +69,10 @@ class SessionSecrets:
         self._settled = -1
 
     def of(self, index: int) -> Marked:
-        """`[P + S]`: which of the ids that a turn adds spell a secret."""
+        """`[P + S]`: which of the ids that a turn adds spell a secret; none of an image's."""
         own = self._own[index][2]
         if self._decode is None:
-            return np.full(len(own), len(self.known) > 0)
+            return (own >= 0) & (len(self.known) > 0)
         self._settle()
         if index not in self._found:
             before, _ = self._context(index)

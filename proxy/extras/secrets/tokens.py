@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,21 @@ def untrained(ids: Sequence[int], decode: Decode, known: Known | None = None) ->
     conversation, prompt and answers, so that a secret is found that begins in one turn and ends in
     the next one, or that was in the prompt and is repeated in an answer."""
     known = Known() if known is None else known
+    decode = apart_from_images(decode)
     known.learn(decode(list(ids)))
     return spelling(list(ids), decode, known)
+
+
+def apart_from_images(decode: Decode) -> Decode:
+    """Decodes ids of images, too, which are below 0: a line break for those of one image."""
+
+    def text(ids: list[int]) -> str:
+        if min(ids, default=0) >= 0:
+            return decode(ids)
+        runs = groupby(ids, lambda token: token < 0)
+        return "".join("\n" if is_image else decode(list(run)) for is_image, run in runs)
+
+    return text
 
 
 def spelling(ids: list[int], decode: Decode, known: Known) -> Marked:
@@ -35,7 +49,7 @@ def spelling(ids: list[int], decode: Decode, known: Known) -> Marked:
     if not ids or not known.find(decode(ids)):
         return np.zeros(len(ids), np.bool_)
     texts = pieces(ids, decode)
-    return marked(texts, known.find("".join(texts)))
+    return marked(texts, known.find("".join(texts))) & (np.array(ids) >= 0)
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:

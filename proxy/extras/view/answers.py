@@ -142,7 +142,8 @@ class ToolCallJson(TypedDict):
 
 @with_config(CLOSED)
 class MessageJson(TypedDict):
-    """A message of a conversation."""
+    """A message of a conversation. Where an image stands in `text`, it has the image's sha256
+    between two characters U+FDD1; `GET /view/image` has the image."""
 
     role: str
     text: str | CutText
@@ -182,10 +183,12 @@ TextPiece = TypedDict("TextPiece", {"text": str, "from": int, "chars": int})  # 
 
 @with_config(CLOSED)
 class ShownTokens(TypedDict):
-    """Ids of tokens, and their texts if the tokenizer is known."""
+    """Ids of tokens, and their texts if the tokenizer is known. An image is one of them."""
 
     ids: list[int]
     texts: list[str] | None
+    images: list[tuple[int, int, str]]
+    """`(index, tokens, sha256)` of each image."""
 
 
 @with_config(CLOSED)
@@ -264,6 +267,8 @@ class TokensPage(TypedDict):
     """`(start, end, turn, sampled, trained, version)`"""
     alternatives: NotRequired[AlternativesJson]
     """Missing if no token of the page has any."""
+    images: NotRequired[list[tuple[int, int, str]]]
+    """`(start, end, sha256)`; missing if the page has none."""
     trained: NotRequired[TrainedTokens]
 
 

@@ -1,7 +1,8 @@
 """Messages and texts as JSON for the page, cut to what a page can show.
 
 Invariant: the size of an answer does not depend on what agents and models wrote. A text that was
-cut says how long it is, and the page reads the rest piece by piece.
+cut says how long it is, and the page reads the rest piece by piece; no piece ends within what
+stands for an image.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from proxy.conversation.images import uncut
 from proxy.conversation.messages import Message, load_answer
 from proxy.conversation.recorded import load_message
 from proxy.extras.view.answers import CutText, MessageJson, ToolCallJson, TurnJson
@@ -31,7 +33,7 @@ def cut(text: str, chars: int = SHOWN_CHARS) -> CutText | str:
     """The text, or its beginning with its length."""
     if len(text) <= chars:
         return text
-    return {"text": text[:chars], "chars": len(text)}
+    return {"text": text[: uncut(text, chars)], "chars": len(text)}
 
 
 def message_json(message: Message, chars: int = SHOWN_CHARS) -> MessageJson:

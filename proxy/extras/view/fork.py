@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import orjson
 
+from proxy.conversation.images import told_apart
 from proxy.conversation.messages import Message, load_answer, split_reasoning
 from proxy.conversation.recorded import load_conversation
 from proxy.extras.view.answers import FieldChange, ForkJson, ForkTokens, ShownTokens
 from proxy.extras.view.bounded import message_json
 from proxy.extras.view.session_turns import SessionTurns
 from proxy.extras.view.turn_tokens import pieces, turn_tokens
-from proxy.records import Ids, Turn
+from proxy.records import Ids, ImageSpan, Turn
 from proxy.rendering.tokenizer import Tokenizer
 
 CANDIDATES = 12
@@ -131,7 +132,8 @@ def _changes(recorded: Message | None, sent: Message | None) -> list[FieldChange
         pairs.append((f"tool call {at + 1}", ours, theirs))
     for name, ours, theirs in pairs:
         if ours != theirs:
-            found.append({"field": name, "parts": difference(ours, theirs)})
+            parts = difference(told_apart(ours), told_apart(theirs))
+            found.append({"field": name, "parts": parts})
     return found
 
 
@@ -199,20 +201,41 @@ async def _tokens(
     prompt does not begin with tokens of the turn `against`."""
     if against is None or turn.parent is None:
         return None
-    parent = turn_tokens(await turns.path(against)).ids
+    parent = turn_tokens(await turns.path(against))
     at = turn.shared_tokens
     shared = turn_tokens(await turns.path(turn.parent)).ids[:at]
-    if not np.array_equal(parent[:at], shared):
+    if not np.array_equal(parent.ids[:at], shared):
         return None
 
-    def shown(ids: Ids) -> ShownTokens:
-        found = ids.tolist()
-        return {"ids": found, "texts": pieces(found, tokenizer) if tokenizer else None}
+    def shown(ids: Ids, images: Sequence[ImageSpan], start: int, end: int) -> ShownTokens:
+        found, places = _with_images(ids, images, start, end)
+        texts = pieces(found, tokenizer) if tokenizer else None
+        for place, image in places:
+            found[place] = image.token
+        named = [(place, image.tokens, image.sha256) for place, image in places]
+        return {"ids": found, "texts": texts, "images": named}
 
     return {
         "parent": against,
         "shared": at,
-        "before": shown(parent[max(0, at - SHOWN_TOKENS) : at]),
-        "recorded": shown(parent[at : at + SHOWN_TOKENS]),
-        "sent": shown(turn.prompt_ids[:SHOWN_TOKENS]),
+        "before": shown(parent.ids, parent.images, max(0, at - SHOWN_TOKENS), at),
+        "recorded": shown(parent.ids, parent.images, at, at + SHOWN_TOKENS),
+        "sent": shown(turn.prompt_ids, turn.images, 0, SHOWN_TOKENS),
     }
+
+
+def _with_images(
+    ids: Ids, images: Sequence[ImageSpan], start: int, end: int
+) -> tuple[list[int], list[tuple[int, ImageSpan]]]:
+    """The ids `[start, end)` with one id of each image that is at least partly there, and the
+    places of these."""
+    found, places, at = list[int](), list[tuple[int, ImageSpan]](), start
+    for image in images:
+        last = image.offset + image.tokens
+        if last <= start or image.offset >= end:
+            continue
+        found += ids[at : max(at, image.offset)].tolist()
+        places.append((len(found), image))
+        found.append(int(ids[image.offset]))
+        at = last
+    return [*found, *ids[at:end].tolist()], places

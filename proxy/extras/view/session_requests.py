@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from proxy.conversation.images import uncut
 from proxy.errors import RequestError, SessionError
 from proxy.extras.view.answers import (
     ForkJson,
@@ -23,7 +24,7 @@ from proxy.extras.view.answers import (
 )
 from proxy.extras.view.bounded import PIECE_CHARS, text_of, turn_json
 from proxy.extras.view.fork import fork_json
-from proxy.extras.view.json_answer import answer
+from proxy.extras.view.json_answer import HEADERS, answer
 from proxy.extras.view.masking import Masking, secrets_seen
 from proxy.extras.view.parameters import COUNT, SESSION, TEXT, TURN, up_to
 from proxy.extras.view.people import People
@@ -36,7 +37,10 @@ from proxy.http.route import Who, route
 from proxy.records import TurnStatus
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.browser import Browser
+from proxy.wire.images import MEDIA_TYPES
 
+IMAGE_POLICY = {"Content-Security-Policy": "default-src 'none'; sandbox"}
+"""Of a foreign image that a browser opens as a page of its own."""
 HEADS = 500
 """Turns of a session in one answer."""
 CONVERSATION_TURNS = 20
@@ -134,9 +138,29 @@ class SessionRequests:
         if text is None:
             raise RequestError("place: the turn has no such text", status=404)
         start = count(request, "from", 0, most=2**40, least=0)
-        shown = text[start : start + PIECE_CHARS]
+        shown = text[start : uncut(text, start + PIECE_CHARS)]
         piece: TextPiece = {"text": shown, "from": start, "chars": len(text)}
         return answer(piece)
+
+    @route(
+        "GET",
+        "/view/image",
+        who=Who.READER,
+        summary="An image of a session, as the agent sent it",
+        query={**SESSION, "sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"}},
+        needs=("session", "sha256"),
+        other_types=MEDIA_TYPES,
+        refusals=(400, 404, 503),
+    )
+    async def _image(self, request: web.Request) -> web.Response:
+        named, sha256 = session_id(request), request.query.get("sha256", "")
+        async with self._store(request) as browser:
+            image = await browser.image(named, sha256)
+        if image is None or image.media_type not in MEDIA_TYPES:
+            raise SessionError(f"session {named!r} has no image {sha256[:64]!r}", status=404)
+        return web.Response(
+            body=image.data, content_type=image.media_type, headers=HEADERS | IMAGE_POLICY
+        )
 
     @route(
         "GET",

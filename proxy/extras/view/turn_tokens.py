@@ -2,20 +2,21 @@
 recorded alternatives.
 
 Invariant: the texts of the tokens, joined, are the text that the model saw and wrote. Where several
-tokens are one character, the first of them has it.
+tokens are one character, the first of them has it. The tokens of an image have no text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 
 from proxy.extras.secrets.session import HIDDEN
 from proxy.extras.view.answers import AlternativesJson, TokensPage
-from proxy.records import Alternatives, Ids, Logprobs, Turn, TurnStatus
+from proxy.records import Alternatives, Ids, ImageSpan, Logprobs, Turn, TurnStatus
+from proxy.records.images import moved, within
 from proxy.rendering.tokenizer import Tokenizer
 
 MAX_TOKENS = 4_000
@@ -45,6 +46,7 @@ class TurnTokens:
     """All tokens on a turn's path, `[T]`."""
 
     ids: Ids
+    """Below 0 for tokens of `images`."""
     logprobs: Logprobs
     """NaN for tokens of a prompt."""
     spans: list[TokenSpan]
@@ -53,15 +55,20 @@ class TurnTokens:
     shared_tokens: int
     alternatives: list[tuple[int, Alternatives]]
     """For each turn that recorded some: where its answer begins, and their rows."""
+    images: tuple[ImageSpan, ...] = ()
 
     def page(self, start: int, count: int, tokenizer: Tokenizer | None) -> TokensPage:
         """The tokens `[start, start + count)` as JSON, with the spans that they are in."""
         end = min(len(self.ids), start + min(count, MAX_TOKENS))
+        images = [each for each in self.images if each.offset < end and _end(each) > start]
         ids = self.ids[start:end].tolist()
+        for image in images:
+            own = range(max(start, image.offset), min(end, _end(image)))
+            ids[own.start - start : own.stop - start] = [image.token] * len(own)
         # One more on each side, because a character may begin before the page.
         first, last = max(0, start - _MAX_JOINED), min(len(self.ids), end + _MAX_JOINED)
         texts = pieces(self.ids[first:last].tolist(), tokenizer) if tokenizer else None
-        return {
+        page: TokensPage = {
             "start": start,
             "total": len(self.ids),
             "prompt_tokens": self.prompt_tokens,
@@ -78,6 +85,9 @@ class TurnTokens:
                 if s.start < end and s.end > start
             ],
         }
+        if images:
+            page["images"] = [(each.offset, _end(each), each.sha256) for each in images]
+        return page
 
     def alternatives_page(
         self, start: int, end: int, tokenizer: Tokenizer | None
@@ -106,11 +116,13 @@ def turn_tokens(path: Sequence[Turn]) -> TurnTokens:
     parts: list[Ids] = []
     spans: list[TokenSpan] = []
     alternatives: list[tuple[int, Alternatives]] = []
+    images: list[ImageSpan] = []
     ends = [after.shared_tokens for _, after in pairwise(path)] + [total]
     for each, end in zip(path, ends, strict=True):
         own = np.concatenate([each.prompt_ids, each.sampled_ids])
         start, prompt_end = each.shared_tokens, min(end, each.prompt_tokens)
         parts.append(own[: end - start])
+        images += moved(within(each.images, 0, end - start), start)
         if prompt_end > start:
             spans.append(TokenSpan(start, prompt_end, each.index, False, False, None))
         if end > each.prompt_tokens:
@@ -126,7 +138,12 @@ def turn_tokens(path: Sequence[Turn]) -> TurnTokens:
         turn.prompt_tokens,
         turn.shared_tokens,
         alternatives,
+        tuple(images),
     )
+
+
+def _end(image: ImageSpan) -> int:
+    return image.offset + image.tokens
 
 
 def _sampled(turn: Turn, end: int) -> list[TokenSpan]:
@@ -143,11 +160,13 @@ def _sampled(turn: Turn, end: int) -> list[TokenSpan]:
 
 
 def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:
-    """The text of each token; empty for one whose character an earlier token has."""
+    """The text of each token; empty for one whose character an earlier token has, and for one of an
+    image, whose id is below HIDDEN."""
     texts: list[str] = []
     while len(texts) < len(ids):
         at = len(texts)
-        size, text = _character(ids[at : at + _MAX_JOINED], tokenizer)
+        own = list(takewhile(lambda token: token >= HIDDEN, ids[at : at + _MAX_JOINED]))
+        size, text = _character(own, tokenizer) if own else (1, "")
         texts += [text, *[""] * (size - 1)]
     return texts
 

@@ -3,9 +3,12 @@ others."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from proxy.branching.tolerance import Tolerance
+from proxy.conversation.images import mark
 from proxy.settings.profiles import Profiles
 
 SAME = [
@@ -117,3 +120,16 @@ def test_output_that_differs_by_nature_is_tolerated_under_its_name(
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_other_differences_are_not_tolerated(one: str, other: str) -> None:
     assert masked(one) != masked(other)
+
+
+def test_another_image_is_never_tolerated() -> None:
+    """Whatever the expressions of the profile match."""
+    everything = {"all": [re.compile(r"[\s\S]+")]}
+    profile = Profiles({}).get("default").model_copy(update={"tolerate": everything})
+    tolerance = Tolerance(profile, {})
+    one, same, other = (f"at 12:00{mark(each * 64)}" for each in "aab")
+    later = one.replace("12:00", "13:59")
+    assert tolerance.masked(one) == tolerance.masked(same) == tolerance.masked(later)
+    assert tolerance.masked(one) != tolerance.masked(other)
+    (difference,) = tolerance.differences(one, later)
+    assert (difference.recorded, difference.seen) == ("at 12:00", "at 13:59")

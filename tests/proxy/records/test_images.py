@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from proxy.errors import ImageError
 from proxy.records import Ids, ImageSpan
-from proxy.records.images import check_images, engine_ids, image_ids, moved, uncut, within
+from proxy.records.images import check_images, decoded, engine_ids, image_ids, moved, uncut, within
 
 TOKEN = 151655
 
@@ -94,3 +94,12 @@ def test_cut_within_an_image_is_an_error() -> None:
     assert uncut(images, 4) == 2
     with pytest.raises(ImageError, match="cut it at"):
         within(images, 0, 4)
+
+
+def test_images_are_words_in_decoded_ids() -> None:
+    ids, _ = prompt([7, 8], image("a", 4), [9])
+    name = f"{-1 - int(ids[2]):08x}"
+    assert decoded(ids, lambda own: f"<{own}>") == f"<[7, 8]>[image {name}, 4 tokens]<[9]>"
+    assert decoded(ids[:0], str) == ""
+    other, _ = prompt([7, 8], image("b", 4), [9])
+    assert decoded(ids, str) != decoded(other, str)

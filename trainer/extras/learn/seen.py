@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from proxy.conversation.images import shown, told_apart
 from proxy.conversation.json_values import parsed_arguments
 from proxy.conversation.messages import load_answer
 from proxy.conversation.recorded import load_request
@@ -76,7 +77,7 @@ class Seen:
     def calls(self) -> list[Call]:
         """The tool calls of all answers, in order."""
         results = {
-            message.tool_call_id: message.text
+            message.tool_call_id: shown(message.text)
             for turn in self.turns
             if (request := load_request(turn)) is not None
             for message in request.messages
@@ -96,7 +97,7 @@ class Seen:
         for turn in self.turns:
             request = load_request(turn)
             for message in () if request is None else request.messages:
-                text = _ADDED.sub(" ", message.text).strip()
+                text = _ADDED.sub(" ", told_apart(message.text)).strip()
                 if message.role == "user" and text:
                     found.append(Said(text, None if request is None else request.after))
         return found

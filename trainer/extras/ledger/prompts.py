@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from proxy.records import Ids
+from proxy.records.images import decoded
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.store import open_store
 from trainer.commands.runs import reporting
@@ -25,6 +26,7 @@ from trainer.extras.ledger.ledger import read_lines, steps_in
 from trainer.run.folder import RunFolder
 
 FORMS = {
+    "image": re.compile(r"\[image [0-9a-f]{8}, \d+ tokens\]"),
     "date": re.compile(r"\d{4}-\d{2}-\d{2}|\d{1,2}/\d{1,2}/\d{2,4}|[A-Z][a-z]{2} +\d{1,2},? \d{4}"),
     "time": re.compile(r"\d{1,2}:\d{2}(:\d{2})?"),
     "random id": re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]+|[0-9a-f]{8,}|call_\w+|toolu_\w+"),
@@ -54,7 +56,7 @@ async def _compare(one: Path, other: Path) -> int:
         if theirs is None or seed in diverged or ids.tobytes() == theirs.tobytes():
             continue
         diverged.add(seed)  # the answers differ from here on, and so do later prompts
-        texts = (tokenizer.decode(each.tolist()) for each in (ids, theirs))
+        texts = (decoded(each, tokenizer.decode) for each in (ids, theirs))
         for name, example in differences(*texts):
             found[name] += 1
             examples.setdefault(name, f"seed {seed}, turn {turn}: {example}")

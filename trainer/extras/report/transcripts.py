@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from proxy.conversation.images import shown
+from proxy.extras.secrets.session import HIDDEN
 from proxy.extras.view.answers import TokensPage
 from proxy.extras.view.bounded import turn_json
 from proxy.extras.view.masking import Masking
@@ -16,6 +18,7 @@ from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.session_turns import SessionTurns
 from proxy.extras.view.turn_tokens import TurnTokens, pieces, turn_tokens
 from proxy.records import EMPTY_IDS, Ids, Turn
+from proxy.records.images import decoded
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.run_files.trial_files import VERIFIER_FILES, FilePiece, TrialFiles
 from proxy.store.browser import Browser, TurnHead
@@ -79,7 +82,7 @@ class Transcripts:
             return ""
         begins = max(0, shared - SHOWN_BEFORE)
         first, second = (
-            "".join(pieces(prompt[begins : shared + SHOWN_AFTER].tolist(), self._tokenizer))
+            decoded(prompt[begins : shared + SHOWN_AFTER], self._text_of, hidden=HIDDEN)
             for prompt in prompts
         )
         return (
@@ -87,6 +90,10 @@ class Transcripts:
             f"\N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK} and "
             f"\N{LEFT DOUBLE QUOTATION MARK}{second}\N{RIGHT DOUBLE QUOTATION MARK}."
         )
+
+    def _text_of(self, ids: list[int]) -> str:
+        assert self._tokenizer is not None
+        return "".join(pieces(ids, self._tokenizer))
 
     async def _first_prompt(self, session: str) -> Ids:
         heads = [] if self._browser is None else await self._browser.heads(session, 0, 1)
@@ -174,7 +181,7 @@ def _turn_text(turn: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _beginning(text: str | Mapping[str, Any]) -> str:
-    return text if isinstance(text, str) else f"{text['text']} …"
+    return shown(text if isinstance(text, str) else f"{text['text']} …")
 
 
 def verifier_output(files: TrialFiles) -> list[dict[str, Any]]:

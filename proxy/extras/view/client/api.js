@@ -38,11 +38,14 @@ export const onLoggedOut = new Set();
  * @param {AbortSignal} [signal]
  * @returns {Promise<any>}
  */
-export async function get(path, query = {}, signal) {
+export const get = async (path, query = {}, signal) =>
+  answerOf(await asked(address(path, query), { signal: signal ?? null }));
+
+/** @param {string} path @param {Record<string, string | number | null | undefined>} query */
+export function address(path, query) {
   const all = "session" in query ? { ...query, run: runOf() } : query;
   const given = Object.entries(all).filter(([, value]) => value != null && value !== "");
-  const search = new URLSearchParams(given.map(([name, value]) => [name, String(value)]));
-  return answerOf(await asked(`/view/${path}?${search}`, { signal: signal ?? null }));
+  return `/view/${path}?${new URLSearchParams(given.map(([name, value]) => [name, String(value)]))}`;
 }
 
 /** @param {string} path @param {Record<string, string>} query @returns {Promise<any>} */

@@ -5,6 +5,7 @@ import { MessageView } from "./messages.js";
 import { html } from "./page.js";
 import { Note } from "./parts.js";
 import { link } from "./router.js";
+import { imageChip } from "./token.js";
 
 /** @typedef {import("./types.d.ts").Fork} Fork */
 /** @typedef {import("./types.d.ts").Shown} Shown */
@@ -58,5 +59,8 @@ function TokenDiff({ fork, session }) {
 const Ids = ({ shown }) =>
   shown.ids.length === 0
     ? html`<span class="quiet">nothing</span>`
-    : shown.ids.map((id, at) => html`<span class="token" title=${`id ${id}`}>${
-      shown.texts === null ? id : oneLine(shown.texts[at] ?? "") || "·"}</span>`);
+    : shown.ids.map((id, at) => {
+      const [, tokens, sha256] = shown.images.find(([place]) => place === at) ?? [];
+      if (tokens !== undefined && sha256 !== undefined) return imageChip(tokens, sha256);
+      return html`<span class="token" title=${`id ${id}`}>${shown.texts === null ? id : oneLine(shown.texts[at] ?? "") || "·"}</span>`;
+    });

@@ -60,7 +60,7 @@ export function setting(text) {
 }
 
 const INVISIBLE =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e0fff}]/gu;
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufdd0-\ufdef\ufeff\ufff9-\ufffb\u{e0000}-\u{e0fff}]/gu;
 
 /**
  * Makes characters visible that control a terminal, change the direction of text, or have no shape,
@@ -75,6 +75,11 @@ export function visible(text) {
     return code === 0x7f ? "\u2421" : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
   });
 }
+
+/** What stands for an image in a text: its sha256 (proxy/conversation/images.py). */
+export const IMAGE = /\ufdd1([0-9a-f]{64})\ufdd1/;
+/** A text with the first digits of each image, for comparisons. @param {string} text */
+export const named = (text) => text.replace(new RegExp(IMAGE, "g"), (_, sha256) => `[image ${sha256.slice(0, 12)}]`);
 
 /** A token on one line. @param {string | null | undefined} text */
 export const oneLine = (text) => visible(text).replaceAll("\n", "↵").replaceAll("\t", "⇥");

@@ -1,6 +1,6 @@
 // The rollouts of one task next to each other, aligned where they part.
 import { get } from "./api.js";
-import { count, duration, many, number, oneLine, visible } from "./format.js";
+import { count, duration, many, named, number, oneLine, visible } from "./format.js";
 import { useGet } from "./hooks.js";
 import { MessageView } from "./messages.js";
 import { html, useEffect, useState } from "./page.js";
@@ -119,7 +119,7 @@ export function parting(lines, at) {
 }
 
 /** @param {Message} message */
-const textOf = ({ text }) => (typeof text === "string" ? text : text.text);
+const textOf = ({ text }) => named(typeof text === "string" ? text : text.text);
 
 /**
  * The main conversation of each session: the one with the longest path.

@@ -1,11 +1,12 @@
 // One token: what is known of it, the colour that shows it, and its text.
-import { count, number, oneLine, visible } from "./format.js";
+import { count, many, number, oneLine, visible } from "./format.js";
 import { html } from "./page.js";
 
 /** @typedef {import("./types.d.ts").TokenPage} TokenPage */
 /** @typedef {{at: number, id: number, text: string | null, logprob: number | null, turn: number,
  *   sampled: boolean, trained: boolean, version: number | null, advantage: number | null,
- *   trainer: number | null, entropy: number | null, used: boolean | null}} Token
+ *   trainer: number | null, entropy: number | null, used: boolean | null,
+ *   image: [number, number, string] | null}} Token
  * `trainer`: its log-probability; `entropy`: of its policy, in nats; `used`: whether the algorithm
  * trained the token
  */
@@ -23,6 +24,7 @@ export function tokenAt(page, at) {
     trainer: found.trained?.logprobs?.[at - found.start] ?? null,
     entropy: found.trained?.entropies?.[at - found.start] ?? null,
     used: found.trained?.trained?.[at - found.start] ?? null,
+    image: found.images?.find(([start, end]) => start <= at && at < end) ?? null,
   };
 }
 
@@ -67,11 +69,21 @@ export const difference = ({ trainer, logprob }) => (trainer === null || logprob
 /** @param {number | null} logprob */
 export const percent = (logprob) => (logprob === null ? "–" : `${(100 * Math.exp(logprob)).toPrecision(3)} %`);
 
+/** @param {Token} token */
+function textOf({ at, text, image }) {
+  if (image !== null) return `(${count(at - image[0] + 1)} of the ${many(image[1] - image[0], "token")} of image ${image[2].slice(0, 12)})`;
+  return text === null ? "–" : oneLine(text) || "(part of the character before)";
+}
+
+/** The tokens of an image as one. @param {number} tokens @param {string} sha256 */
+export const imageChip = (tokens, sha256) =>
+  html`<span class="tag image" title=${`image ${sha256}`}>image ${sha256.slice(0, 12)}, ${many(tokens, "token")}</span>`;
+
 /** `masked`: whether the mask is worth saying. @param {{token: Token | null, masked?: boolean}} given */
 export const Details = ({ token, masked = true }) => html`<dl class="details" aria-live="polite" aria-label="The chosen token">${
   token === null ? html`<dt>token</dt><dd>loading …</dd>` : html`
   <div><dt>token</dt><dd>${count(token.at)}</dd></div><div><dt>id</dt><dd>${token.id}</dd></div>
-  <div><dt>text</dt><dd><code>${token.text === null ? "–" : oneLine(token.text) || "(part of the character before)"}</code></dd></div>
+  <div><dt>text</dt><dd><code>${textOf(token)}</code></dd></div>
   <div><dt>probability</dt><dd>${percent(token.logprob)}</dd></div>
   <div><dt>log-probability</dt><dd>${number(token.logprob)}</dd></div>
   <div><dt>version</dt><dd>${token.version ?? "–"}</dd></div>
@@ -92,7 +104,15 @@ export function mask(token) {
 /** @param {Token | null} token @param {number} chosen @param {string} colour */
 export function piece(token, chosen, colour) {
   if (token === null) return null;
+  if (token.image !== null) return imageAt(token, token.image, chosen);
   const text = token.text === null ? `${token.id} ` : token.text;
   return html`<span data-at=${token.at} class=${`token ${heat(token, colour)}${token.at === chosen ? " chosen" : ""}`}>${
     visible(text).replaceAll("\n", "↵\n")}</span>`;
+}
+
+/** All tokens of an image, in the place of its first one. @param {Token} token @param {[number, number, string]} image @param {number} chosen */
+function imageAt({ at }, [start, end, sha256], chosen) {
+  if (at !== start) return null;
+  const is = start <= chosen && chosen < end ? " chosen" : "";
+  return html`<span data-at=${at} class=${`token given tag image${is}`} title=${`image ${sha256}`}>image, ${many(end - start, "token")}</span>`;
 }

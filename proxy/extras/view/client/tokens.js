@@ -75,11 +75,12 @@ function useTokens(session, turn) {
  *   start: number, chosen: number, choose: (at: number) => void, colour: string, trained: boolean}} Given */
 
 /** @param {KeyboardEvent} event @param {Given} given */
-function move(event, { chosen, choose, total, need }) {
+function move(event, { chosen, choose, total, page, need }) {
   const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1, PageDown: 50, PageUp: -50 }[event.key];
   if (step === undefined) return;
   event.preventDefault();
-  const next = Math.max(0, Math.min(total - 1, chosen + step));
+  const [start, end] = tokenAt(page, chosen)?.image ?? [chosen, chosen + 1]; // an image is passed in one step
+  const next = Math.max(0, Math.min(total - 1, step < 0 ? start + step : end - 1 + step));
   need(next);
   choose(next);
 }
@@ -159,7 +160,9 @@ function row(token, at, { chosen, choose, trained }) {
   if (token === null) return html`<tr key=${at}><td class="n">${at}</td><td colspan=${trained ? 11 : 7}>…</td></tr>`;
   const p = token.logprob === null ? null : Math.exp(token.logprob);
   return html`<tr key=${at} class=${at === chosen ? "chosen" : ""} aria-rowindex=${at + 2} onClick=${() => choose(at)}>
-    <td class="n">${at}</td><td class="n">${token.id}</td><td><code class=${heat(token)}>${token.text === null ? "" : oneLine(token.text)}</code></td>
+    <td class="n">${at}</td><td class="n">${token.id}</td><td>${token.image === null
+      ? html`<code class=${heat(token)}>${token.text === null ? "" : oneLine(token.text)}</code>`
+      : html`<span class="tag image">${at === token.image[0] ? `image, ${many(token.image[1] - at, "token")}` : `${count(at - token.image[0] + 1)} of ${count(token.image[1] - token.image[0])}`}</span>`}</td>
     <td>${p !== null && html`<svg class="p" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true"><rect width=${p * 100} height="8" /></svg> ${percent(token.logprob)}`}</td>
     <td class="n">${number(token.logprob)}</td><td class="n">${token.version ?? ""}</td><td class="n">${token.turn}</td>
     <td>${mask(token)}</td>${trained && html`<td class="n">${number(token.advantage)}</td><td class="n">${number(token.trainer)}</td>

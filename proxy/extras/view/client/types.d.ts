@@ -30,7 +30,8 @@ export interface Turn {
   index: number; recorded: boolean; messages: Message[]; more_messages: number; tools: string[];
   answer: Message | null; sampling: Record<string, unknown>;
 }
-export interface Shown { ids: number[]; texts: string[] | null; }
+/** `images`: index, number of tokens and sha256 of each. */
+export interface Shown { ids: number[]; texts: string[] | null; images: [number, number, string][]; }
 export interface Fork {
   index: number; cause: string; against: number | null; common?: number;
   sent_messages?: number; recorded_messages?: number;
@@ -43,6 +44,8 @@ export interface TokenPage {
   texts: string[] | null; logprobs: (number | null)[];
   spans: [number, number, number, boolean, boolean, number | null][];
   alternatives?: { ids: number[][]; logprobs: number[][]; texts: Record<string, string> | null };
+  /** Where each begins and ends, and its sha256. */
+  images?: [number, number, string][];
   trained?: TrainedTokens;
 }
 /** The trainer's side of the same tokens; null where it did not use the token. */

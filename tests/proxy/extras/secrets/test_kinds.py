@@ -10,7 +10,8 @@ from random import Random
 
 import pytest
 
-from proxy.extras.secrets import find, found, mask
+from proxy.conversation.images import mark
+from proxy.extras.secrets import Known, find, found, mask, untrained
 from proxy.extras.secrets.kinds import KINDS
 from proxy.extras.secrets.page import page
 from tests.proxy.extras.secrets.planted import MAKERS, planted
@@ -95,3 +96,21 @@ def test_no_text_takes_more_than_linear_time(text: str) -> None:
 def test_names_of_kinds_are_documented_once() -> None:
     said = [kind.name for kind in KINDS if kind.says]
     assert sorted(said) == sorted({kind.name for kind in KINDS})
+
+
+def test_images_are_neither_secrets_nor_parts_of_one() -> None:
+    image = mark("a1" * 32)
+    text = f"API_KEY={image} password: {image} token = hunter2Xq9{image}"
+    known = Known()
+    known.add("a1" * 32, "key")
+    known.learn(text)
+    assert known.mask(text).count(image) == 3
+    assert "hunter2Xq9" not in known.mask(text)
+
+
+def test_ids_of_an_image_beside_a_secret_are_not_marked() -> None:
+    secret = [ord(each) for each in "password=x7!kPq2Zu"]
+    ids = [*secret, -5, -7, -9, *secret, -5, *secret]
+    where = untrained(ids, lambda own: "".join(map(chr, own)))
+    assert [at for at, each in enumerate(ids) if each < 0 and where[at]] == []
+    assert where.sum() >= 3 * len("x7!kPq2Zu")
