@@ -16,7 +16,7 @@ import numpy as np
 from proxy.extras.secrets.session import HIDDEN
 from proxy.extras.view.answers import AlternativesJson, TokensPage
 from proxy.records import Alternatives, Ids, ImageSpan, Logprobs, Turn, TurnStatus
-from proxy.records.images import moved, within
+from proxy.records.images import decoded, moved, within
 from proxy.rendering.tokenizer import Tokenizer
 
 MAX_TOKENS = 4_000
@@ -169,6 +169,11 @@ def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:
         size, text = _character(own, tokenizer) if own else (1, "")
         texts += [text, *[""] * (size - 1)]
     return texts
+
+
+def shown_text(ids: Ids, tokenizer: Tokenizer) -> str:
+    """The text of ids, with a word for each image."""
+    return decoded(ids, lambda own: "".join(pieces(own, tokenizer)), hidden=HIDDEN)
 
 
 def _character(ids: list[int], tokenizer: Tokenizer) -> tuple[int, str]:

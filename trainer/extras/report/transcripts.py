@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from proxy.conversation.images import shown
-from proxy.extras.secrets.session import HIDDEN
 from proxy.extras.view.answers import TokensPage
 from proxy.extras.view.bounded import turn_json
 from proxy.extras.view.masking import Masking
 from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.session_turns import SessionTurns
-from proxy.extras.view.turn_tokens import TurnTokens, pieces, turn_tokens
+from proxy.extras.view.turn_tokens import TurnTokens, shown_text, turn_tokens
 from proxy.records import EMPTY_IDS, Ids, Turn
-from proxy.records.images import decoded
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.run_files.trial_files import VERIFIER_FILES, FilePiece, TrialFiles
 from proxy.store.browser import Browser, TurnHead
@@ -82,18 +80,13 @@ class Transcripts:
             return ""
         begins = max(0, shared - SHOWN_BEFORE)
         first, second = (
-            decoded(prompt[begins : shared + SHOWN_AFTER], self._text_of, hidden=HIDDEN)
-            for prompt in prompts
+            shown_text(prompt[begins : shared + SHOWN_AFTER], self._tokenizer) for prompt in prompts
         )
         return (
             f"Their first prompts share {shared:,} of {size:,} tokens and part at "
             f"\N{LEFT DOUBLE QUOTATION MARK}{first}\N{RIGHT DOUBLE QUOTATION MARK} and "
             f"\N{LEFT DOUBLE QUOTATION MARK}{second}\N{RIGHT DOUBLE QUOTATION MARK}."
         )
-
-    def _text_of(self, ids: list[int]) -> str:
-        assert self._tokenizer is not None
-        return "".join(pieces(ids, self._tokenizer))
 
     async def _first_prompt(self, session: str) -> Ids:
         heads = [] if self._browser is None else await self._browser.heads(session, 0, 1)
