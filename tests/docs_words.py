@@ -25,6 +25,7 @@ GENERATED = {
             "fields",
             "glossary",
             "gpus",
+            "learn_keys",
             "metrics",
             "routes",
             "secrets",

@@ -21,6 +21,7 @@ from tests.docs_words import users_pages
 from tests.pages import PAGES, ROOT, Block, all_blocks, name_of
 from trainer.algorithms.advantages import Grpo
 from trainer.config import TrainerConfig
+from trainer.extras.learn.config import LearnConfig
 
 FILE_NAME = re.compile(
     r"`((?:proxy|agent_loop|trainer|harbor_sdk|docker|examples|benchmarks|tests)/[\w/.-]+\.\w+)`"
@@ -89,6 +90,8 @@ def test_configurations_load_in_their_model(block: Block) -> None:
     values = yaml.safe_load(text)
     if "apiVersion" in values:
         kubernetes_validate.validate(values, "1.33", strict=True)
+    elif "recorder" in values:
+        LearnConfig.model_validate(values)
     elif values.keys() <= ProxyConfig.model_fields.keys() and "data" not in values:
         ProxyConfig.model_validate({"model": "/models/qwen3", **values})
     else:

@@ -46,6 +46,11 @@ async def learns(folder: Path, seed: int, sessions: int, evals: int) -> dict[str
                     rates[stable] = await run.evaluate(stable, evals)
                     words = f"after session {number + 1}, adapter {stable}: {rates[stable]:.2f}"
                     print(f"  {words}", flush=True)
+            if (canary := run.learner.history.canary) is not None:
+                found = run.learner.history.comparison
+                rates[canary] = await run.evaluate(canary, evals)
+                words = f"won {found.won}, lost {found.lost} of {found.pairs} pairs"
+                print(f"  canary {canary}: {rates[canary]:.2f}, {words}", flush=True)
             for line in run.learner.journal.lines:
                 if line["kind"] in _SHOWN:
                     print("   ", {k: line[k] for k in line if k not in _NOT_SHOWN}, flush=True)

@@ -163,7 +163,7 @@ def _learn(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         required=True,
-        help="see docs/notes/learn.md",
+        help="see docs/learn.md",
     )
     parser.add_argument("--once", action="store_true", help="do what is due now, and end")
     parser.add_argument(

@@ -20,7 +20,9 @@ ASSIGNMENT_FILE = "assignment.json"
 
 
 class Recorder(Section):
-    """Example: Recorder(policy="work", folder=Path("runs/work"), folders=(Path("~/code/shop"),))"""
+    """What the recorder knows of the learner.
+
+    Example: Recorder(policy="work", folder=Path("runs/work"), folders=(Path("~/code/shop"),))"""
 
     policy: str = Field("work", pattern=r"^[A-Za-z0-9][A-Za-z0-9._]{0,40}$")
     """Name of the policy; its adapters are the policies `NAME-1`, `NAME-2`, …"""
