@@ -76,7 +76,8 @@ class SessionSecrets:
         self._settle()
         if index not in self._found:
             before, _ = self._context(index)
-            self._found[index] = self._marked([*before, *own.tolist()])[len(before) :]
+            found = self._marked([*before, *own.tolist()])[len(before) :]
+            self._found[index] = found & (own >= 0)
         found = self._found[index]
         return found | self._begun[index] if index in self._begun else found
 

@@ -15,6 +15,7 @@ import aiohttp
 import numpy as np
 import orjson
 import pytest
+from msgspec.structs import replace
 
 from proxy.cli import main
 from proxy.client import SessionHandle
@@ -22,6 +23,7 @@ from proxy.extras.export.private import without_secrets
 from proxy.extras.export.registry import FORMATS, open_format
 from proxy.extras.export.selection import ExportSelection, Filters
 from proxy.extras.secrets import Known, SessionSecrets, untrained
+from proxy.extras.secrets.session import HIDDEN
 from proxy.extras.secrets.tokens import pieces
 from proxy.records import Reward, Turn
 from proxy.store import open_store
@@ -343,3 +345,22 @@ def test_what_is_remembered_is_masked_in_every_form() -> None:
         "x7%27%22kPq%3C2%C3%A9",
     ):
         assert "kPq" not in known.mask(text), known.mask(text)
+
+
+def test_tokens_of_an_image_beside_a_secret_stay(
+    proxy_free_turns: list[Turn], letters: Callable[[list[int]], str]
+) -> None:
+    image = np.array([-77, -5], np.int32)
+    first = replace(
+        proxy_free_turns[0],
+        prompt_ids=np.concatenate([proxy_free_turns[0].prompt_ids, image]),
+    )
+    second = replace(proxy_free_turns[1], shared_tokens=first.path_tokens)
+    for decode in (letters, None):
+        secrets = SessionSecrets(decode)
+        secrets.known.add("ghp_anything", "token")
+        secrets.add([first, second])
+        masked = secrets.masked(first)
+        assert masked.prompt_ids[-2:].tolist() == image.tolist()
+        assert masked.sampled_ids[-10:].tolist() == [HIDDEN] * 10
+    assert untrained([*image.tolist(), *map(ord, "password: x7kPq2zz")], letters)[2:].sum() == 8
