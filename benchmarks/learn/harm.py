@@ -81,7 +81,7 @@ async def poison(folder: Path, seed: int, batches: int = 5) -> dict[str, Any]:
 
 async def swaps(folder: Path, seed: int, count: int = 20, users: int = 3) -> dict[str, Any]:
     """Users who work all the time, while one adapter after the other is promoted."""
-    more = {"update": {"sessions": 1, "epochs": 1, "held_out": 0.0}, "evidence": ["rating"]}
+    more = {"update": {"sessions": 1, "epochs": 1}, "evidence": ["rating"]}
     async with engine(folder, seed) as engine_url:
         user = User("conventional", random.Random(seed), says=1.0)
         async with show(folder, engine_url, user, seed, **more) as run:

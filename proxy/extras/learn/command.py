@@ -40,7 +40,8 @@ def described(name: str, state: dict[str, Any]) -> str:
     """Example: `work: stable 3, canary 5 for 50 % of new sessions; open sessions: work-3 2`"""
     canary = "no canary"
     if state["canary"] is not None:
-        canary = f"canary {state['canary']} for {state['share']:.0%} of new sessions"
+        share = f"{100 * state['share']:.0f} %"
+        canary = f"canary {state['canary']} for {share} of new sessions"
     words = [f"{name}: stable {state['stable']}, {canary}"]
     if state["frozen"]:
         words.append("frozen")

@@ -43,7 +43,10 @@ class Update(Section):
     tokens are context."""
     epochs: int = Field(4, ge=1)
     """Optimizer steps of an update, each on all of its sessions."""
-    kl: float = Field(0.01, ge=0)
+    bad: float = Field(0.3, ge=0)
+    """Weight of bad evidence in the loss. Where most evidence is bad, its weight must be small: it
+    says what not to do, but not what to do."""
+    kl: float = Field(0.02, ge=0)
     """Weight of the KL divergence to the base in the loss."""
 
 

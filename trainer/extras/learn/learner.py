@@ -238,6 +238,7 @@ class DailyLearner:
             history.ages(history.stable),
             self.config.update.max_staleness,
             self.config.temperature,
+            self.config.update.bad,
         )
         groups = []
         for name in names:

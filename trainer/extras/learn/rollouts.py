@@ -32,6 +32,8 @@ class Lineage:
     """Adapter → generations between it and the one that is updated."""
     max_staleness: int
     temperature: float
+    bad: float = 1.0
+    """Weight of bad evidence in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,11 @@ def prepared(
         RolloutStatus.DONE,
         judged.value,
         segments=segments,
-        turn_returns={turn: value for turn, value in judged.turns.items() if turn not in untrained},
+        turn_returns={
+            turn: value if value > 0 else lineage.bad * value
+            for turn, value in judged.turns.items()
+            if turn not in untrained
+        },
         num_turns=len(turns),
     )
     return Prepared(Group(session.session_id, task, (rollout,)), left_out)
