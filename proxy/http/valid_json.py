@@ -7,6 +7,7 @@ surrogates, integers have at most 64 bits, and there are at most `MAX_LEVELS` le
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -54,12 +55,12 @@ def read_json(raw: bytes) -> Any:
         return None
 
 
-def write_json(value: object) -> bytes:
-    """The value as JSON; it is made valid if it is not."""
+def write_json(value: object, *, default: Callable[[Any], Any] | None = None) -> bytes:
+    """The value as JSON; it is made valid if it is not. `default`: writes what is not JSON."""
     try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(value, default, orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError:
-        return orjson.dumps(valid_json(value), option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(valid_json(value), default, orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _as_float(value: int) -> float | None:

@@ -11,19 +11,23 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from proxy.conversation.messages import Message, arguments_object
-from proxy.extras.export.conversations import ConversationPath, conversation_paths
+from proxy.extras.export.conversations import ConversationPath, content_parts, conversation_paths
+from proxy.extras.export.images import data_url, images_of
 from proxy.extras.export.protocol import Row, Sample
 from proxy.records import Turn
-from proxy.token_tree.paths import prefix
+from proxy.records.images import engine_ids
+from proxy.token_tree.paths import prefix, prefix_images
 
 SCHEMA = "ATIF-v1.8"
 
 
 class AtifFormat:
-    """ATIF documents. Steps of tools' results are the observations of the step that called."""
+    """ATIF documents. Steps of tools' results are the observations of the step that called. Images
+    are content parts, whose paths are data URLs."""
 
     unit: Literal["session"] = "session"
     trains = needs_reward = False
+    no_images: str | None = None
 
     def schema(self, pa: Any) -> Any:
         names = ("schema_version", "session_id", "trajectory_id", "agent", "steps")
@@ -45,30 +49,30 @@ class AtifFormat:
                 "session_id": session.session_id,
                 "trajectory_id": f"{session.session_id}#{number}",
                 "agent": agent,
-                "steps": _steps(path, sample.turns),
+                "steps": _steps(path, sample),
                 "final_metrics": _totals(path, sample.turns),
                 "extra": {"reward": sample.reward, "metadata": dict(session.metadata)},
             }
 
 
-def _steps(path: ConversationPath, turns: Sequence[Turn]) -> list[Row]:
+def _steps(path: ConversationPath, sample: Sample) -> list[Row]:
     steps: list[Row] = []
     for at, message in enumerate(path.messages):
         if message.role == "tool" and steps and steps[-1]["source"] == "agent":
             results = steps[-1].setdefault("observation", {"results": []})["results"]
-            results.append(_result(message, steps[-1]))
+            results.append(_result(message, steps[-1], sample))
             continue
-        step = _step(message)
+        step = _step(message, sample)
         if at in path.answers:
-            _describe(step, turns, path.answers[at], is_new=at in path.sampled)
+            _describe(step, sample.turns, path.answers[at], is_new=at in path.sampled)
         steps.append({"step_id": len(steps) + 1, **step})
     return steps
 
 
-def _step(message: Message) -> Row:
+def _step(message: Message, sample: Sample) -> Row:
     if message.role != "assistant":
         source = "system" if message.role == "system" else "user"
-        return {"source": source, "message": message.text}
+        return {"source": source, "message": _content(message, sample)}
     step: Row = {"source": "agent", "message": message.text}
     if message.reasoning:
         step["reasoning_content"] = message.reasoning
@@ -92,21 +96,35 @@ def _describe(step: Row, turns: Sequence[Turn], index: int, *, is_new: bool) -> 
     if not is_new:
         step["is_copied_context"] = True
         return
-    prompt = [*prefix(turns, turn.parent, turn.shared_tokens).tolist(), *turn.prompt_ids.tolist()]
+    prompt = prefix(turns, turn.parent, turn.shared_tokens, turn.prompt_ids)
+    images = prefix_images(turns, index, turn.prompt_tokens)
     step["metrics"] = {
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": len(turn.sampled_ids),
         "cached_tokens": turn.shared_tokens,
-        "prompt_token_ids": prompt,
+        "prompt_token_ids": engine_ids(prompt, images).tolist(),
         "completion_token_ids": turn.sampled_ids.tolist(),
         "logprobs": turn.logprobs.tolist(),
     }
 
 
-def _result(message: Message, step: Row) -> Row:
+def _content(message: Message, sample: Sample) -> str | list[Row]:
+    """The text, or the parts of a message with images."""
+    images = iter(images_of(sample, [message]))
+    parts = content_parts(message)
+    if not any(part["type"] == "image" for part in parts):
+        return message.text
+    for part in parts:
+        if part["type"] == "image":
+            image = next(images)
+            part["source"] = {"media_type": image.media_type, "path": data_url(image)}
+    return parts
+
+
+def _result(message: Message, step: Row, sample: Sample) -> Row:
     known = {call["tool_call_id"] for call in step.get("tool_calls", ())}
     found = message.tool_call_id if message.tool_call_id in known else None
-    return {"source_call_id": found, "content": message.text}
+    return {"source_call_id": found, "content": _content(message, sample)}
 
 
 def _totals(path: ConversationPath, turns: Sequence[Turn]) -> Row:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import math
 import sys
 from argparse import Namespace
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 from proxy.commands.sessions import named_store, tags, where
 from proxy.errors import ConfigurationError
 from proxy.extras.export.files import write
-from proxy.extras.export.private import without_secrets
-from proxy.extras.export.protocol import ExportFormat, Row, Sample
+from proxy.extras.export.protocol import ImagesFound
 from proxy.extras.export.registry import RECORDS, open_format
+from proxy.extras.export.rows import Rows, Units
 from proxy.extras.export.selection import ExportSelection, Filters
 from proxy.records.binary import encode_record
 from proxy.rendering.tokenizer import load_tokenizer
@@ -37,33 +35,23 @@ async def export_sessions(arguments: Namespace) -> int:
                 )
         form = open_format("tokens" if arguments.format == RECORDS else arguments.format)
         selection = ExportSelection(store, filters, form)
-        units = selection.units()
-        if not arguments.with_secrets:
-            model = arguments.model or config.model
-            decode = None if model is None else load_tokenizer(model).decode
-            units = without_secrets(units, form, decode, selection.left_out)
+        model = arguments.model or config.model
+        hides = not arguments.with_secrets
+        decode = load_tokenizer(model).decode if hides and model is not None else None
+
+        rows = Rows(selection, form, store, decode=decode, hides=hides)
         if arguments.format == RECORDS:
-            count, things = await _write_records(units, arguments.out), "sessions"
+            count, things = await _write_records(rows.units(), arguments.out), "sessions"
         else:
-            rows = _rows(units, selection.left_out, form)
-            count, things = await write(rows, form, arguments.out), "rows"
+            try:
+                count = await write(aiter(rows), form, arguments.out)
+            except ImagesFound:
+                count = await write(aiter(rows), form, arguments.out)
+            things = "rows"
     print(f"{count} {things} in {arguments.out}")
     for reason, number in selection.left_out.items():
         print(f"left out: {number} {reason}", file=sys.stderr)
     return 0
-
-
-Units = AsyncIterator[Sequence[Sample]]
-
-
-async def _rows(units: Units, left_out: Counter[str], form: ExportFormat) -> AsyncIterator[Row]:
-    async for unit in units:
-        found = False
-        for row in form.rows(unit):
-            found = True
-            yield row
-        if not found:
-            left_out[f"{form.unit}s with nothing to export in this format"] += 1
 
 
 async def _write_records(units: Units, to: Path) -> int:
@@ -74,6 +62,8 @@ async def _write_records(units: Units, to: Path) -> int:
             count += 1
             name = quote(sample.session.session_id, safe="") + ".record"
             (to / name).write_bytes(encode_record(sample.session, list(sample.turns)))
+            for sha256, image in sample.images.items():
+                (to / f"{sha256}.image").write_bytes(image.data)
     except OSError as error:
         raise ConfigurationError(f"--out: cannot write {to}: {error.strerror}") from error
     return count

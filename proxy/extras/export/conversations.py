@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.conversation.images import parts
 from proxy.conversation.messages import Message, load_answer
 from proxy.conversation.recorded import continued_turn, load_conversation
+from proxy.extras.export.images import READ_BY
 from proxy.extras.export.protocol import Row
 from proxy.records import Turn, TurnStatus
 
@@ -49,9 +51,14 @@ def conversation_paths(turns: Sequence[Turn]) -> Iterator[ConversationPath]:
         yield ConversationPath(messages, recorded.conversation.tools, answers, frozenset(new))
 
 
-def chat_message(message: Message) -> Row:
+def chat_message(message: Message, *, as_parts: bool = False) -> Row:
     """The message in the form of Chat Completions. Keys without a value are None, so that the rows
-    of a table have equal columns."""
+    of a table have equal columns.
+
+    Args:
+        as_parts: the content is a list of parts, `{"type": "text", "text": …}` and
+            `{"type": "image"}`, as of a model that reads images.
+    """
     calls = [
         {
             "id": call.id,
@@ -62,22 +69,33 @@ def chat_message(message: Message) -> Row:
     ]
     return {
         "role": message.role,
-        "content": message.text,
+        "content": content_parts(message) if as_parts else message.text,
         "reasoning_content": message.reasoning,
         "tool_calls": calls or None,
         "tool_call_id": message.tool_call_id,
     }
 
 
-def message_columns(pa: Any) -> Any:
+def content_parts(message: Message) -> list[Row]:
+    """The texts and the images of a message, in order."""
+    found = parts(message.text) if message.role in READ_BY else [(message.text, "")]
+    out: list[Row] = []
+    for text, sha256 in found:
+        out += [{"type": "text", "text": text}] if text else []
+        out += [{"type": "image"}] if sha256 else []
+    return out
+
+
+def message_columns(pa: Any, *, as_parts: bool = False) -> Any:
     """The Arrow type of a list of `chat_message`."""
+    part = pa.struct({"type": pa.string(), "text": pa.string()})
     function = pa.struct({"name": pa.string(), "arguments": pa.string()})
     call = pa.struct({"id": pa.string(), "type": pa.string(), "function": function})
     return pa.list_(
         pa.struct(
             {
                 "role": pa.string(),
-                "content": pa.string(),
+                "content": pa.list_(part) if as_parts else pa.string(),
                 "reasoning_content": pa.string(),
                 "tool_calls": pa.list_(call),
                 "tool_call_id": pa.string(),

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from proxy.errors import ConfigurationError
+from proxy.extras.export.images import as_arrow, as_json
 from proxy.extras.export.protocol import ExportFormat, Row
 
 ROWS_PER_GROUP = 256
@@ -47,7 +48,7 @@ async def _jsonl(rows: AsyncIterator[Row], to: Path) -> int:
     with to.open("wb") as file:
         async for row in rows:
             count += 1
-            file.write(orjson.dumps(row) + b"\n")
+            file.write(orjson.dumps(row, default=as_json) + b"\n")
     return count
 
 
@@ -64,7 +65,8 @@ async def _parquet(rows: AsyncIterator[Row], form: ExportFormat, to: Path) -> in
     with pq.ParquetWriter(to, schema) as writer:
         async for row in rows:
             count += 1
-            group.append({name: _cell(value, name in texts) for name, value in row.items()})
+            cells = {name: _cell(value, name in texts) for name, value in row.items()}
+            group.append(as_arrow(cells))
             if len(group) == ROWS_PER_GROUP:
                 writer.write_table(pa.Table.from_pylist(group, schema=schema))
                 group = []
@@ -88,7 +90,7 @@ async def _dataset(rows: AsyncIterator[Row], form: ExportFormat, to: Path) -> in
 
 def _cell(value: Any, is_text: bool) -> Any:
     if is_text and value is not None and not isinstance(value, str):
-        return orjson.dumps(value).decode()
+        return orjson.dumps(value, default=as_json).decode()
     return value
 
 

@@ -6,14 +6,23 @@ exactly one row, to be trained once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from proxy.extras.secrets import SessionSecrets
-from proxy.records import Session, Turn
+from proxy.records import RecordedImage, Session, Turn
 
 Row = dict[str, Any]
+
+
+class ImagesFound(Exception):
+    """A session with images comes to a format whose rows are other ones with images: set its
+    `shows_images`, and begin again."""
+
+
+class LeftOut(Exception):
+    """A unit has no rows. The message is what it has that the format cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,9 @@ class Sample:
     """`reward` minus the mean reward of the exported sessions of the same task."""
     secrets: SessionSecrets | None = None
     """Which tokens of `turns` spell secrets, and are masked; None: nothing is masked."""
+
+    images: Mapping[str, RecordedImage] = field(default_factory=dict)
+    """By sha256, those of `turns`."""
 
     @property
     def task_id(self) -> str:
@@ -57,7 +69,8 @@ class TakesSessions(Protocol):
 
 class ExportFormat(TakesSessions, Protocol):
     """A format. `registry` creates it without arguments. One whose rows hold no token ids may say
-    `texts_only = True`: without a tokenizer, sessions with secrets are then exported, too."""
+    `texts_only = True`: without a tokenizer, sessions with secrets are then exported, too. One
+    whose rows hold images says `no_images = None`, another one may say why not."""
 
     def schema(self, pa: Any) -> Any:
         """The Arrow schema of the rows; `pa` is pyarrow. A value that is not a string in a column

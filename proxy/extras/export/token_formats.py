@@ -12,7 +12,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from proxy.extras.export.protocol import Row, Sample
+from proxy.extras.export.images import (
+    IMAGE_LIST,
+    data_url,
+    encoded,
+    ids_of_engine,
+    image_type,
+    images_along,
+    refuse_images,
+    seen_as_images,
+)
+from proxy.extras.export.protocol import LeftOut, Row, Sample
 from proxy.records import Turn
 from proxy.records.expert_rows import Routing, routing_along, routing_of
 from proxy.records.routed_experts import dump_text
@@ -24,13 +34,18 @@ UNTRAINED = -100
 
 class TokensFormat:
     """The record itself: ids, which of them were sampled, log-probabilities, versions, and the
-    experts of a mixture: base64 of the `.npy` of `[T, layers, k]`, and which tokens have a row."""
+    experts of a mixture: base64 of the `.npy` of `[T, layers, k]`, and which tokens have a row.
+    `images` has where each image is in the ids, and the image."""
 
     unit: Literal["session"] = "session"
     trains = needs_reward = False
+    no_images: str | None = None
 
     def schema(self, pa: Any) -> Any:
         ints = pa.list_(pa.int32())
+        image = {"offset": pa.int64(), "tokens": pa.int64(), "grid": ints}
+        image |= {name: pa.string() for name in ("digest", "sha256", "media_type")}
+        image |= {"image": image_type(pa)}
         return pa.schema(
             {
                 "trial_id": pa.string(),
@@ -45,6 +60,7 @@ class TokensFormat:
                 "versions": ints,
                 "routed_experts": pa.string(),
                 "routed": pa.list_(pa.bool_()),
+                "images": pa.list_(pa.struct(image)),
             }
         )
 
@@ -65,12 +81,24 @@ class TokensFormat:
                 "rewards": rewards,
                 "metadata": dict(session.metadata),
                 "turns": path.turns,
-                "ids": path.ids.tolist(),
+                "ids": ids_of_engine(path).tolist(),
                 "sampled": path.sampled.tolist(),
                 "logprobs": path.logprobs.tolist(),
                 "versions": path.versions.tolist(),
                 "routed_experts": None if routing is None else dump_text(routing.experts),
                 "routed": None if routing is None else routing.known.tolist(),
+                "images": [
+                    {
+                        "offset": each.offset,
+                        "tokens": each.tokens,
+                        "grid": list(each.grid),
+                        "digest": each.digest,
+                        "sha256": each.sha256,
+                        "media_type": image.media_type,
+                        "image": image,
+                    }
+                    for each, image in zip(path.images, images_along(sample, path), strict=True)
+                ],
             }
 
 
@@ -80,6 +108,7 @@ class SftFormat:
 
     unit: Literal["session"] = "session"
     trains, needs_reward = True, False
+    no_images = "TRL's SFTTrainer takes none beside ids; use --format messages"
 
     def schema(self, pa: Any) -> Any:
         ids = pa.list_(pa.int64())
@@ -96,6 +125,7 @@ class TrlFormat:
 
     unit: Literal["session"] = "session"
     trains = needs_reward = True
+    no_images = "TRL's rollout_func returns none"
 
     def schema(self, pa: Any) -> Any:
         ids = pa.list_(pa.int64())
@@ -119,34 +149,40 @@ class VerlFormat:
 
     unit: Literal["session"] = "session"
     trains = needs_reward = True
+    no_images: str | None = None
+    shows_images = False
 
     def schema(self, pa: Any) -> Any:
         ids = pa.list_(pa.int64())
-        return pa.schema(
-            {
-                "prompt_ids": ids,
-                "response_ids": ids,
-                "response_mask": ids,
-                "response_logprobs": pa.list_(pa.float32()),
-                "routed_experts": pa.list_(pa.list_(pa.list_(pa.int16()))),
-                "reward_score": pa.float64(),
-                "num_turns": pa.int64(),
-                "metrics": pa.struct({"generate_sequences": pa.float64()}),
-                "extra_fields": pa.struct(
-                    {"trial_id": pa.string(), "task_id": pa.string(), "versions": ids}
-                ),
-            }
-        )
+        columns = {
+            "prompt_ids": ids,
+            "response_ids": ids,
+            "response_mask": ids,
+            "response_logprobs": pa.list_(pa.float32()),
+            "routed_experts": pa.list_(pa.list_(pa.list_(pa.int16()))),
+            "reward_score": pa.float64(),
+            "num_turns": pa.int64(),
+            "metrics": pa.struct({"generate_sequences": pa.float64()}),
+            "extra_fields": pa.struct(
+                {"trial_id": pa.string(), "task_id": pa.string(), "versions": ids}
+            ),
+        }
+        if not self.shows_images:
+            return pa.schema(columns)
+        columns["multi_modal_data"] = pa.struct({"images": pa.list_(image_type(pa))})
+        return seen_as_images(pa, columns, {"multi_modal_data": {"images": IMAGE_LIST}})
 
     def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        refuse_images(self, samples)
         (sample,) = samples
         generate_s = sum(turn.duration_s or 0.0 for turn in sample.turns)
         routings = routing_of(sample.turns)
         for path, head in _trained(samples):
             prompt, response = _split(path)
+            ids, images = ids_of_engine(path), images_along(sample, path)
             yield {
-                "prompt_ids": path.ids[prompt].tolist(),
-                "response_ids": path.ids[response].tolist(),
+                "prompt_ids": ids[prompt].tolist(),
+                "response_ids": ids[response].tolist(),
                 "response_mask": path.sampled[response].astype(int).tolist(),
                 "response_logprobs": _masked(path.logprobs, path)[response].tolist(),
                 "routed_experts": _replayable(sample.turns, routings, path),
@@ -158,7 +194,11 @@ class VerlFormat:
                     "task_id": head["task_id"],
                     "versions": path.versions[response].tolist(),
                 },
-            }
+            } | (
+                {"multi_modal_data": {"images": images} if images else None}
+                if self.shows_images
+                else {}
+            )
 
 
 class PrimeRlFormat:
@@ -166,44 +206,57 @@ class PrimeRlFormat:
 
     unit: Literal["session"] = "session"
     trains = needs_reward = True
+    no_images: str | None = None
+    shows_images = False
 
     def schema(self, pa: Any) -> Any:
         floats = pa.list_(pa.float32())
-        return pa.schema(
-            {
-                "token_ids": pa.list_(pa.int64()),
-                "mask": pa.list_(pa.bool_()),
-                "logprobs": floats,
-                "temperatures": floats,
-                "env_name": pa.string(),
-                "advantages": floats,
-            }
-        )
+        columns = {
+            "token_ids": pa.list_(pa.int64()),
+            "mask": pa.list_(pa.bool_()),
+            "logprobs": floats,
+            "temperatures": floats,
+            "env_name": pa.string(),
+            "advantages": floats,
+        }
+        if self.shows_images:
+            place = pa.struct({"url": pa.string(), "offset": pa.int64(), "length": pa.int64()})
+            columns["mm_refs"] = pa.struct({"images": pa.list_(place)})
+            columns["mm_token_type_ids"] = pa.list_(pa.int64())
+        return pa.schema(columns)
 
     def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        refuse_images(self, samples)
         (sample,) = samples
         source = str(sample.session.metadata.get("source", "default"))
         for path, _ in _trained(samples):
+            ids = ids_of_engine(path)
             yield {
-                "token_ids": path.ids.tolist(),
+                "token_ids": ids.tolist(),
                 "mask": path.sampled.tolist(),
                 "logprobs": _masked(path.logprobs, path).tolist(),
                 "temperatures": path.temperatures.tolist(),
                 "env_name": source,
                 "advantages": (path.sampled * np.float32(sample.advantage)).tolist(),
-            }
+            } | (_refs(sample, path) if self.shows_images else {})
 
 
 class TinkerFormat:
     """The JSON of tinker's `Datum`, for its losses `importance_sampling`, `ppo` and `cispo`: the
-    model sees all tokens but the last, and each position's target is the next token."""
+    model sees all tokens but the last, and each position's target is the next token. An image is a
+    chunk of its own, in PNG or JPEG."""
 
     unit: Literal["session"] = "session"
     trains = needs_reward = True
+    no_images: str | None = None
+    shows_images = False
 
     def schema(self, pa: Any) -> Any:
         ints, floats = pa.list_(pa.int64()), pa.list_(pa.float32())
-        chunk = pa.struct({"type": pa.string(), "tokens": ints})
+        parts = {"type": pa.string(), "tokens": ints}
+        if self.shows_images:
+            parts |= {"data": pa.string(), "format": pa.string(), "expected_tokens": pa.int64()}
+        chunk = pa.struct(parts)
         tensors = {
             name: pa.struct({"dtype": pa.string(), "shape": ints, "data": data})
             for name, data in (
@@ -221,16 +274,17 @@ class TinkerFormat:
         )
 
     def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
+        refuse_images(self, samples)
         (sample,) = samples
+        if any(each.media_type not in _TINKER_FORMATS for each in sample.images.values()):
+            raise LeftOut("images that are neither PNG nor JPEG, which tinker does not take")
         for path, head in _trained(samples):
             advantages = path.sampled * np.float32(sample.advantage)
             yield {
                 **head,
-                "model_input": {
-                    "chunks": [{"type": "encoded_text", "tokens": path.ids[:-1].tolist()}]
-                },
+                "model_input": {"chunks": _chunks(sample, path)},
                 "loss_fn_inputs": {
-                    "target_tokens": _tensor("int64", path.ids[1:]),
+                    "target_tokens": _tensor("int64", ids_of_engine(path)[1:]),
                     "logprobs": _tensor("float32", _masked(path.logprobs, path)[1:]),
                     "advantages": _tensor("float32", advantages[1:]),
                 },
@@ -242,6 +296,7 @@ class SkyRlFormat:
 
     unit: Literal["session"] = "session"
     trains = needs_reward = True
+    no_images = "SkyRL takes pixels that its model's processor has made, not images"
 
     def schema(self, pa: Any) -> Any:
         ids = pa.list_(pa.int64())
@@ -300,6 +355,41 @@ def _split(path: SampledPath) -> tuple[slice, slice]:
     """The prompt and the response."""
     first = int(path.sampled.argmax())
     return slice(0, first), slice(first, len(path.ids))
+
+
+_TINKER_FORMATS = {"image/png": "png", "image/jpeg": "jpeg"}
+
+
+def _chunks(sample: Sample, path: SampledPath) -> list[Row]:
+    """The path without its last token as tinker's chunks of text and of images."""
+    chunks, at, end = list[Row](), 0, len(path.ids) - 1
+    for span, image in zip(path.images, images_along(sample, path), strict=True):
+        if span.offset > at:
+            text = path.ids[at : span.offset].tolist()
+            chunks.append({"type": "encoded_text", "tokens": text})
+        chunks.append(
+            {
+                "type": "image",
+                "data": encoded(image),
+                "format": _TINKER_FORMATS[image.media_type],
+                "expected_tokens": span.tokens,
+            }
+        )
+        at = span.offset + span.tokens
+    chunks.append({"type": "encoded_text", "tokens": path.ids[at:end].tolist()})
+    return chunks
+
+
+def _refs(sample: Sample, path: SampledPath) -> Row:
+    """prime-rl's fields of a path with images: where each is, and which tokens are of an image."""
+    if not path.images:
+        return {"mm_refs": None, "mm_token_type_ids": None}
+    places = [
+        {"url": data_url(image), "offset": span.offset, "length": span.tokens}
+        for span, image in zip(path.images, images_along(sample, path), strict=True)
+    ]
+    kinds = (path.ids < 0).astype(int).tolist()
+    return {"mm_refs": {"images": places}, "mm_token_type_ids": kinds}
 
 
 def _replayable(

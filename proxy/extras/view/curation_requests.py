@@ -7,15 +7,16 @@ Invariant: only sessions of the page's store are changed, by the administrator o
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 from urllib.parse import quote
 
 from aiohttp import web
 
 from proxy.control.schema import Curation, parsed
 from proxy.errors import RequestError, SessionError
-from proxy.extras.export.private import without_secrets
+from proxy.extras.export.images import as_json
+from proxy.extras.export.protocol import ImagesFound
 from proxy.extras.export.registry import FORMATS, open_format
+from proxy.extras.export.rows import Rows
 from proxy.extras.export.selection import ExportSelection, Filters
 from proxy.extras.view.json_answer import HEADERS, answer
 from proxy.extras.view.parameters import TEXT
@@ -110,20 +111,19 @@ class CurationRequests:
         session = await self._named(request)
         where = SessionFilter(kind=SessionKind(session.kind), id_prefix=session.session_id, limit=1)
         selection = ExportSelection(self._store(), Filters(where, ids=(session.session_id,)), form)
-        units = selection.units()
-        if self._hides:
-            tokenizer = self._tokenizer()
-            decode = None if tokenizer is None else tokenizer.decode
-            units = without_secrets(units, form, decode, selection.left_out)
-        rows: list[dict[str, Any]] = []
-        async for unit in units:
-            rows += form.rows(unit)
+        tokenizer = self._tokenizer()
+        decode = None if tokenizer is None else tokenizer.decode
+        found = Rows(selection, form, self._store(), decode=decode, hides=self._hides)
+        try:
+            rows = [row async for row in found]
+        except ImagesFound:
+            rows = [row async for row in found]
         if not rows:
             why = ", ".join(selection.left_out) or "a session with nothing to export"
             raise SessionError(f"format {name} leaves out {why}", status=409)
         file = quote(f"{session.session_id.replace('/', '-')}.{name}.jsonl", safe="")
         told = {**HEADERS, "Content-Disposition": f"attachment; filename*=UTF-8''{file}"}
-        body = b"".join(write_json(row) + b"\n" for row in rows)
+        body = b"".join(write_json(row, default=as_json) + b"\n" for row in rows)
         return web.Response(body=body, content_type=LINES, headers=told)
 
     async def _named(self, request: web.Request) -> Session:
