@@ -93,6 +93,8 @@ class DailyLearner:
                 if error.status not in AWAY:
                     raise
                 _log.warning("the recorder is away: %s", error)
+            except WeightSyncError as error:
+                _log.warning("an engine is away: %s", error)
             try:
                 await asyncio.wait_for(stop.wait(), self.config.poll_s)
             except TimeoutError:
@@ -221,7 +223,7 @@ class DailyLearner:
         try:
             await self._publish(number)
         except WeightSyncError as error:
-            self._roll_back(number, "gate", [str(error)])
+            self._write("rollback", number=number, by="engine", why=[str(error)])
             return
         self._write("canary", number=number, stable=self.history.stable)
         await self._assign()
@@ -263,6 +265,8 @@ class DailyLearner:
         for number in filter(None, (history.stable, history.canary)):
             if number not in self._served:
                 await self._publish(number)
+            else:  # it may be another vLLM since
+                await asyncio.to_thread(self._load, self._served[number])
         wanted = (history.stable, history.canary)
         if (state["stable"], state["canary"]) != wanted:
             await self._assign()
@@ -288,6 +292,13 @@ class DailyLearner:
             await asyncio.to_thread(self._unload, kept)
             self._served = {n: v for n, v in self._served.items() if f"{self.policy}-{n}" in kept}
             self._kept = kept
+
+    def _load(self, name: str) -> None:
+        control = EngineControl(self.config.engines)
+        try:
+            control.load_adapter(name, (self.adapters.folder / SERVED / name).absolute())
+        finally:
+            control.close()
 
     def _unload(self, kept: Set[str]) -> None:
         def is_over(name: str) -> bool:

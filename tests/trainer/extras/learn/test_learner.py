@@ -300,3 +300,17 @@ async def test_an_adapter_that_is_not_what_the_journal_says_is_found(
 def _weights(learner: DailyLearner) -> str:
     (policy,) = learner.history.updates[learner.history.stable]["policies"].values()
     return str(policy["weights"])
+
+
+async def test_an_engine_that_was_started_again_gets_the_adapters_again(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, engine):
+        week(days, "first")
+        await learner.tick()
+        loaded = dict(engine.adapters)
+        assert loaded
+        engine.adapters.clear()
+        await learner.tick()
+        assert engine.adapters == loaded
