@@ -16,7 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -41,6 +41,8 @@ class Finding:
 class Source(NamedPart, ABC):
     """A source of evidence. A subclass declares its settings as fields."""
 
+    decides: ClassVar[bool] = False
+    """Whether what it says of a session is final, whatever happened besides."""
     weight: float = Field(1.0, ge=0)
     """Its weight in the sum."""
 
@@ -54,9 +56,11 @@ class Source(NamedPart, ABC):
 
 
 class Rating(Source):
-    """What a person said: the page's buttons, `agentic-proxy sessions rate`. 1 is good, 0 bad."""
+    """What a person said: the page's buttons, `agentic-proxy sessions rate`. 1 is good, 0 bad. It
+    is final: what else there is about the whole session does not count then."""
 
     name: Literal["rating"] = "rating"
+    decides: ClassVar[bool] = True
 
     def judge(self, seen: Seen) -> Iterator[Finding]:
         for reward in seen.session.rewards:
@@ -157,7 +161,12 @@ class Kept(Source):
                 yield Finding(-1.0, f"only {mean:.0%} of its edits are kept in Git")
 
     def _commits(self, seen: Seen, repository: Repository) -> Iterator[Finding]:
-        made = repository.commits(seen.session.created_at, seen.ended_at)
+        commands = "\n".join(call.command for call in seen.calls)
+        made = [
+            commit
+            for commit, subject in repository.commits(seen.session.created_at, seen.ended_at)
+            if subject in commands  # another one is the person's
+        ]
         if not made:
             return
         gone = [each for each in made if not repository.keeps(each)]

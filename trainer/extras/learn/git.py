@@ -34,13 +34,13 @@ class Repository:
         found = _git(Path(folder), "rev-parse", "--show-toplevel")
         return None if found is None else cls(Path(found))
 
-    def commits(self, since: float, until: float) -> list[str]:
-        """The ids of the commits whose authors made them in this time (Unix seconds), also those
-        that no branch has any more, as long as the reflog knows them."""
-        words = ("log", "--reflog", "--all", f"--max-count={MAX_COMMITS}", "--format=%H %at")
+    def commits(self, since: float, until: float) -> list[tuple[str, str]]:
+        """Id and subject of the commits whose authors made them in this time (Unix seconds), also
+        those that no branch has any more, as long as the reflog knows them."""
+        words = ("log", "--reflog", "--all", f"--max-count={MAX_COMMITS}", "--format=%H %at %s")
         lines = (_git(self.root, *words) or "").splitlines()
-        found = (line.split() for line in lines)
-        return [commit for commit, at in found if int(since) <= int(at) <= until + 1]
+        found = (line.split(" ", 2) for line in lines if line.count(" ") > 1)
+        return [(commit, subject) for commit, at, subject in found if since <= int(at) <= until + 1]
 
     def keeps(self, commit: str) -> bool:
         """Whether HEAD has the commit, and no later commit says that it reverts it."""

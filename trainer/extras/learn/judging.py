@@ -57,7 +57,9 @@ def judged(seen: Seen, sources: Sequence[Source]) -> Judged:
     barred = _barred(seen)
     if barred:
         found = [(source, each) for source, each in found if each.sign <= 0]
-    value = _within(sum(s.weight * f.sign for s, f in found if f.turn is None))
+    of_all = [(source, finding) for source, finding in found if finding.turn is None]
+    final = [(source, finding) for source, finding in of_all if source.decides and finding.sign]
+    value = _within(sum(s.weight * f.sign for s, f in final or of_all))
     own: dict[int, float] = {}
     for source, finding in found:
         if finding.turn is not None:

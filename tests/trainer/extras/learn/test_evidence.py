@@ -114,11 +114,32 @@ def test_commits_are_good_if_they_are_kept(tmp_path: Path, reverts: bool, sign: 
     git("commit", "-qam", "agent", "--date=@1005 +0000")
     if reverts:
         git("revert", "--no-edit", "HEAD")
-    made = seen(talk(("git commit -qam x", ran(0))), metadata={"folder": str(tmp_path / "r")})
+    made = seen(talk(("git commit -qam agent", ran(0))), metadata={"folder": str(tmp_path / "r")})
     assert findings(Kept(after_s=100), made) == [(sign, None)]
     later = Seen(made.session, made.turns, now=1020.0)
     assert not is_due(later, [Kept(after_s=100)])
     assert findings(Kept(after_s=100), later) == []
+
+
+def test_a_commit_of_the_person_is_no_evidence(tmp_path: Path) -> None:
+    git = repository(tmp_path / "r")
+    (tmp_path / "r" / "a.py").write_text("two\n")
+    git("commit", "-qam", "by hand", "--date=@1005 +0000")
+    made = seen(talk(("git commit -qam agent", ran(1))), metadata={"folder": str(tmp_path / "r")})
+    assert findings(Kept(after_s=0), made) == []
+
+
+def test_what_a_person_said_is_final(tmp_path: Path) -> None:
+    git = repository(tmp_path / "r")
+    (tmp_path / "r" / "a.py").write_text("two\n")
+    git("commit", "-qam", "agent", "--date=@1005 +0000")
+    where = {"folder": str(tmp_path / "r")}
+    sources = (Kept(after_s=0), Rating())
+    made = talk(("git commit -qam agent", ran(0)))
+    for rating, value in ((0.0, -1.0), (1.0, 1.0), (0.5, 1.0), (None, 1.0)):
+        found = judged(seen(made, rating=rating, metadata=where), sources)
+        assert found.value == value
+        assert any(each["source"] == "kept" for each in found.findings)
 
 
 def test_a_commit_that_was_reset_away_is_not_kept(tmp_path: Path) -> None:
@@ -126,7 +147,7 @@ def test_a_commit_that_was_reset_away_is_not_kept(tmp_path: Path) -> None:
     (tmp_path / "r" / "a.py").write_text("two\n")
     git("commit", "-qam", "agent", "--date=@1005 +0000")
     git("reset", "-q", "--hard", "HEAD~1")
-    made = seen(talk(("git commit -qam x", ran(0))), metadata={"folder": str(tmp_path / "r")})
+    made = seen(talk(("git commit -qam agent", ran(0))), metadata={"folder": str(tmp_path / "r")})
     assert findings(Kept(after_s=0), made) == [(-1.0, None)]
 
 
