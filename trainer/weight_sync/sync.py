@@ -71,9 +71,8 @@ class WeightSync:
         self.transport.stage(sent, described)
         self.control.pause()
         paused = time.perf_counter()
-        self.control.reset_caches(
-            tower=self._tower
-        )  # not beside `send`: it may resume the engines in between
+        # not beside `send`: it may resume the engines in between
+        self.control.reset_caches(tower=self._tower)
         self.transport.send()
         self._expect_version(version)
         self.control.resume()
