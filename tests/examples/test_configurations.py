@@ -19,8 +19,11 @@ CONFIGS = [
     *sorted((ROOT / "examples/environments").glob("*.yaml")),
     *sorted((ROOT / "benchmarks").glob("*/agentic_trainer.yaml")),
 ]
-MADE = {ROOT / "examples/pretrained/agentic_trainer.yaml": Path(".cache/pretrained/model")}
-"""Configurations of models that are not in the repository → the folder that `make` makes."""
+MADE = {
+    ROOT / "examples/pretrained/agentic_trainer.yaml": Path(".cache/pretrained/model"),
+    ROOT / "examples/images/agentic_trainer.yaml": Path(".cache/images/model"),
+}
+"""Configurations of models that are not in the repository → the folder in which each is made."""
 LAYERS = [
     ROOT / "examples/quickstart/adapter.yaml",
     ROOT / "examples/quickstart/planner_coder.yaml",

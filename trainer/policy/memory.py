@@ -32,7 +32,7 @@ from trainer.policy.rank_memory import RankMemory
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import EXPERTS, layer_kinds, with_depth
 from trainer.policy.token_logprobs import LOGIT_COPIES, chunk_rows
-from trainer.policy.towers import text_model
+from trainer.policy.towers import text_model, tower_of
 from trainer.rows.kept import Kept, Piece
 from trainer.rows.packing import Layout, MicroBatch
 
@@ -66,6 +66,7 @@ def rank_memory(
     `trained_models`: the policy, and a critic of its size, whose weights are all trained;
     `frozen_models`: references and teachers of its size; `gpu_bytes`: the memory of its GPU, by
     which chunks of logits are chosen."""
+    tower = 0 if model.vision == "text" else _tower_weights(_Settings(settings))
     settings = settings.get_text_config()
     compute_bytes = DTYPES[model.compute_dtype].itemsize
     whole = _without_memory(_Settings(settings))
@@ -83,11 +84,19 @@ def rank_memory(
     widest = model.model_copy(update={"max_micro_batch_tokens": tokens})
     if ranks > 1:
         gathered = compute_bytes * (count - sum(layers) + 2 * max(layers)) + 4 * max(layers)
+    # A tower is whole on each rank, and frozen in all models but one.
+    towers = compute_bytes * tower * (trained_models + frozen_models)
+    learnt = tower if model.vision == "trained" else 0
+    towers += (trained_bytes - compute_bytes) * learnt
     return RankMemory(
-        weights=(stored + frozen) // shards,
-        gradients=trained_bytes * trained // shards,
+        weights=(stored + frozen) // shards + towers,
+        gradients=trained_bytes * (trained // shards + learnt),
         moments=MOMENT_BYTES[optimizer.name]
-        * (_largest(whole, [] if critics else adapters) if optimizer.offload else trained)
+        * (
+            _largest(whole, [] if critics else adapters)
+            if optimizer.offload
+            else trained + learnt * shards
+        )
         // shards,
         gathered=gathered,
         passes=_passes(settings, widest, context_parallel, gpu_bytes),
@@ -162,6 +171,13 @@ def _without_memory(given: _Settings) -> Any:
         model = text_model(given.settings)
         model.tie_weights()  # not done without initialisation
     return model
+
+
+@functools.lru_cache(maxsize=2)
+def _tower_weights(given: _Settings) -> int:
+    """The number of weights of the tower of these settings."""
+    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
+        return _weights(tower_of(given.settings))
 
 
 def _weights(module: nn.Module) -> int:

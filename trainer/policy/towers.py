@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModel
 
 from trainer.errors import ConfigError
 
@@ -62,6 +63,13 @@ def text_model(text: Any, **arguments: Any) -> Any:
     return model
 
 
+def tower_of(settings: Any) -> nn.Module:
+    """The tower of a model that reads images, with random weights."""
+    tower: nn.Module = AutoModel.from_config(copy.deepcopy(settings.vision_config))
+    return tower
+
+
 def drop_tower(model: Any) -> None:
     """Makes a model that reads images a text model."""
     model.model.visual = None
+    model.config.sub_configs = {"text_config": type(model.config.text_config)}

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForImageTextToText,
     Qwen3_5Config,
     Qwen3VLConfig,
@@ -38,6 +39,7 @@ from trainer.extras.images.pixels import GRID, PIXELS, Pixels, item_digest
 from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.image_reader import reader_of
+from trainer.policy.memory import rank_memory
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.policy.proof_on_copy import randomize
@@ -484,3 +486,23 @@ def test_models_whose_images_are_not_trained_are_refused(
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"model.vision: .*{kind}: {message}"):
         policy_of(tmp_path, vision="frozen")
+
+
+def test_memory_plan_counts_the_tower(model_path: Path) -> None:
+    """On each rank, and with moments and gradients only if it is trained."""
+    settings = AutoConfig.from_pretrained(model_path)
+    tower = sum(w.numel() for w in policy_of(model_path).model.model.visual.parameters())
+    plans = {
+        vision: rank_memory(
+            settings,
+            ModelConfig(path=model_path, compute_dtype="float32", vision=vision),
+            OptimizerConfig(),
+            frozen_models=1,
+        )
+        for vision in ("text", "frozen", "trained")
+    }
+    text, frozen, trained = (plans[each] for each in ("text", "frozen", "trained"))
+    assert frozen.weights - text.weights == 2 * 4 * tower == trained.weights - text.weights
+    assert (frozen.gradients, frozen.moments) == (text.gradients, text.moments)
+    assert trained.gradients - text.gradients == 4 * tower
+    assert trained.moments - text.moments == 8 * tower
