@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +22,8 @@ import numpy as np
 from proxy.commands.sessions import named_store, one_session
 from proxy.engines.vllm_scoring import VllmScorer
 from proxy.errors import EngineError, RequestError
-from proxy.records import Ids, Logprobs, Turn, TurnStatus
-from proxy.token_tree.paths import path
+from proxy.records import Ids, ImageSpan, Logprobs, Turn, TurnStatus
+from proxy.token_tree.paths import path, prefix_images
 
 _BENDING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Parameters whose effect on a token depends only on its path, with their neutral values."""
@@ -34,11 +34,14 @@ _LOOKING_BACK = ("presence_penalty", "frequency_penalty", "structured")
 class Scorer(Protocol):
     """Scores ids with an engine. Raises EngineError or RequestError if the engine fails."""
 
-    async def path(self, ids: Ids) -> Logprobs:
-        """`[T]` ids → `[T]` log-probabilities, each given the preceding ids, at temperature 1."""
+    async def path(self, ids: Ids, images: Sequence[ImageSpan]) -> Logprobs:
+        """`[T]` ids → `[T]` log-probabilities, each given the preceding ids, at temperature 1.
+        `images`: those in the ids."""
         ...
 
-    async def sampled(self, path: Ids, count: int, params: Mapping[str, Any]) -> Logprobs:
+    async def sampled(
+        self, path: Ids, count: int, params: Mapping[str, Any], images: Sequence[ImageSpan]
+    ) -> Logprobs:
         """`[count]` log-probabilities of a path's last ids under these sampling parameters."""
         ...
 
@@ -63,13 +66,13 @@ async def replay_session(arguments: Namespace) -> int:
     """
     async with named_store(arguments) as (store, _):
         _, turns = await one_session(store, arguments.trial_id)
-    scorer = VllmScorer(arguments.engine)
-    try:
-        compared, skipped = await replay(turns, scorer)
-    except RequestError as error:
-        raise EngineError(error.message) from error
-    finally:
-        await scorer.close()
+        scorer = VllmScorer(arguments.engine, source=store)
+        try:
+            compared, skipped = await replay(turns, scorer)
+        except RequestError as error:
+            raise EngineError(error.message) from error
+        finally:
+            await scorer.close()
     for entry in compared:
         print(
             f"turn {entry.turn}: {entry.tokens} tokens of version "
@@ -98,7 +101,8 @@ async def replay(turns: list[Turn], scorer: Scorer) -> tuple[list[ComparedTurn],
     for turn in turns:
         if not _why_not(turn) and _bent(turn):
             params = {name: turn.sampling.get(name, value) for name, value in _BENDING.items()}
-            again = await scorer.sampled(path(turns, turn.index), len(turn.sampled_ids), params)
+            ids, images = _path(turns, turn.index)
+            again = await scorer.sampled(ids, len(turn.sampled_ids), params, images)
             compared[turn.index] = _compare(turn, again)
     plain = {turn.index for turn in turns if not _why_not(turn) and not _bent(turn)}
     for leaf in turns:
@@ -109,11 +113,16 @@ async def replay(turns: list[Turn], scorer: Scorer) -> tuple[list[ComparedTurn],
         ]
         if not found or _compared_by_a_child(leaf, turns):
             continue
-        scored = await scorer.path(path(turns, leaf.index))
+        scored = await scorer.path(*_path(turns, leaf.index))
         for turn in found:
             plain.remove(turn.index)
             compared[turn.index] = _compare(turn, scored[turn.prompt_tokens : turn.path_tokens])
     return [compared[index] for index in sorted(compared)], skipped
+
+
+def _path(turns: list[Turn], index: int) -> tuple[Ids, tuple[ImageSpan, ...]]:
+    """The whole path of a turn, and its images."""
+    return path(turns, index), prefix_images(turns, index, turns[index].path_tokens)
 
 
 def _compared_by_a_child(turn: Turn, turns: list[Turn]) -> bool:

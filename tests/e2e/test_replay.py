@@ -20,6 +20,13 @@ NOISE_NATS = 1e-3
 """The noise of float32 between prefill and decode; a wrong token differs by more than 1."""
 
 
+class Nowhere:
+    """The sessions have no images."""
+
+    async def get_image(self, sha256: str) -> None:
+        raise AssertionError(sha256)
+
+
 @pytest.fixture
 async def running(vllm: VllmServer, tiny_model: Path, tmp_path: Path) -> AsyncIterator[Running]:
     async with running_proxy(tiny_model, vllm.url, tmp_path) as running:
@@ -28,7 +35,7 @@ async def running(vllm: VllmServer, tiny_model: Path, tmp_path: Path) -> AsyncIt
 
 @pytest.fixture
 async def scorer(vllm: VllmServer) -> AsyncIterator[VllmScorer]:
-    scorer = VllmScorer(vllm.url)
+    scorer = VllmScorer(vllm.url, source=Nowhere())
     yield scorer
     await scorer.close()
 

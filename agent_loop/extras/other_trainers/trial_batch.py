@@ -99,6 +99,11 @@ def completion(rollout: Rollout) -> Completion:
     if not paths:  # trainers need a token in each part
         return Completion([0], [0], [0.0], [0])
     path = max(paths, key=lambda path: int(path.sampled_from_all.sum()))
+    if path.images:
+        raise AgentLoopError(
+            f"trial {rollout.trial_id} has images, for which this trainer's completions have no "
+            "place; set rendering.images=false in the proxy, whose model then sees them as texts"
+        )
     first, trained = int(path.mask.argmax()), path.sampled_from_all
     return Completion(
         path.ids[:first].tolist(),

@@ -280,6 +280,10 @@ def task_of(row: Mapping[str, Any]) -> Task:
 def _output(
     rollout: Rollout, branch: Trajectory, *, left_out: int = 0, longest: int | None = None
 ) -> AgentLoopOutput:
+    if branch.images:
+        raise AgentLoopError(
+            f"trial {rollout.trial_id} has images, which verl's servers cannot see"
+        )
     start = _first_trained(branch)
     end = len(branch) if longest is None else min(len(branch), start + longest)
     mask, versions = branch.mask[start:end], branch.versions[start:end]

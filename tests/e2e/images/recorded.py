@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from aiohttp import web
 from PIL import Image
 
 from proxy.app import build_app
-from proxy.client import ProxyClient, SessionHandle
+from proxy.client import ProxyClient, ProxyClientError, SessionHandle
+from proxy.commands.replay import replay
 from proxy.config import load_config
 from proxy.engines.images import GRID, digest_of
+from proxy.engines.vllm_scoring import VllmScorer
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.http.server import app_runner
-from proxy.records import Turn
+from proxy.records import Origin, RecordedImage, Turn
 from proxy.records.images import engine_ids
 from proxy.token_tree.paths import path, prefix_images
 from tests.e2e.images.checkpoints import CONTEXT_TOKENS, MODELS
@@ -129,18 +132,50 @@ async def found(kind: str, folder: Path) -> dict[str, Any]:
             await control.add_engine(second.url, name="second")
             await seeing(control)
             await calls.chat(session, history, "small")
+            branch, again = await control.branch(Origin("chat", 2), "branch"), list[Any]()
+            for shown in (("small",), ("wide", "twin"), ("tall",)):
+                await calls.chat(branch, again, *shown)
+            replayed = await replays(control, second.url)
         records = {
-            name: await control.get_turns(name) for name in ("chat", "messages", "responses")
+            name: await control.get_turns(name)
+            for name in ("chat", "messages", "responses", "branch")
         }
     await runner.cleanup()
     turns = {name: turns for name, (_, turns) in records.items()}
+    branched = turns.pop("branch")
     return {
+        "branch": [str(turn.status) for turn in branched],
+        "branch_answers": again[:4] == history[:4],
+        "branch_differences": differences(own, branched),
+        "replayed": replayed,
         "forks": [str(t.fork_cause) for each in turns.values() for t in each if t.fork_cause],
         "images": {name: [names(t) for t in each] for name, each in turns.items()},
         "digests": digests(own, turns),
         "differences": {name: differences(own, each) for name, each in turns.items()},
         "swapped": differences(own, turns["chat"], swap=True),
     }
+
+
+async def replays(control: ProxyClient, url: str) -> dict[str, list[float]]:
+    """Of each turn the largest difference between recorded and replayed log-probabilities."""
+
+    class Source:
+        async def get_image(self, sha256: str) -> RecordedImage:
+            found = [await image(each, sha256) for each in ("chat", "messages", "branch")]
+            return RecordedImage(sha256, "image/png", next(data for data in found if data))
+
+    async def image(session: str, sha256: str) -> bytes | None:
+        with suppress(ProxyClientError):
+            return await control.image(session, sha256)
+        return None
+
+    scorer, out = VllmScorer(url, source=Source()), {}
+    for name in ("chat", "messages", "responses", "branch"):
+        _, turns = await control.get_turns(name)
+        compared, _ = await replay(turns, scorer)
+        out[name] = [each.largest for each in compared]
+    await scorer.close()
+    return out
 
 
 async def seeing(control: ProxyClient) -> None:

@@ -56,6 +56,8 @@ def prepared(
     """The session as a group of its own, because evidence is compared with nothing. Tokens that
     spell a secret are context; without `decode`, all of a session that has one."""
     left_out: Counter[str] = Counter()
+    if any(turn.images for turn in turns):
+        return Prepared(None, Counter({"images, which the learner does not train": len(turns)}))
     untrained = set(range(len(turns)))
     own = []
     for turn in turns:

@@ -60,6 +60,11 @@ class SamplingEngine:
         checks = []
         for trial in trials:
             turns = await self.store.get_turns(trial)
+            if any(turn.images for turn in turns):
+                raise LedgerError(
+                    f"step {step}: trial {trial} has images, which are not sampled again here; run "
+                    "it without --engines, which computes the training alone"
+                )
             tree = TokenTree(turns)
             checks += [
                 self._turn(turn, tree.prompt(turn.parent, turn.shared_tokens, turn.prompt_ids))

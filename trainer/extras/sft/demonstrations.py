@@ -134,6 +134,8 @@ def demonstration(
         NotRenderable: the session has no answer, or cannot be rendered for the model.
     """
     session, turns = sample.session, list(sample.turns)
+    if any(turn.images for turn in turns):
+        raise NotRenderable("images, which sft does not train")
     source: Source = "recorded"
     if ids == "rendered" or not are_tokens_of(turns, rendering):
         source = "rendered"

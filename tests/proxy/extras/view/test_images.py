@@ -3,6 +3,7 @@ them in the record."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
+from proxy.cli import main
 from proxy.config import RenderingConfig
 from proxy.conversation.images import MARK, mark
 from proxy.extras.view.bounded import SHOWN_CHARS, cut
@@ -161,6 +163,26 @@ async def test_long_text_is_read_in_pieces_that_cut_no_image(
         place = {"session": "long", "turn": 0, "place": "0.text", "from": len(text)}
         text += (await reader.get("text", **place))["text"]
     assert text.count(mark(ICON_NAME)) == 40
+
+
+async def test_command_line_says_image(
+    proxy: RunningProxy,  # noqa: F811
+    seeing_checkpoint: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, turns = await proxy.record(await record_pictures(proxy))
+    store = ["--store", f"sqlite:///{tmp_path}/proxy.db"]
+    model = ["--model", str(seeing_checkpoint)]
+    for command in (["list"], ["show", "looks"], ["show", "looks", "--tokens", *model]):
+        assert await asyncio.to_thread(main, ["sessions", *command, *store]) == 0
+    printed = capsys.readouterr().out
+    assert "Compare [image] with this icon: [image] What differs?" in printed
+    for image in turns[0].images:
+        first = int(turns[0].prompt_ids[image.offset])
+        assert f"[image {-1 - first:08x}, {image.tokens} tokens]" in printed
+    assert MARK not in printed
+    assert SCREEN_NAME[:16] not in printed
 
 
 @needs(MISSING)

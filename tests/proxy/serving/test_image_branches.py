@@ -1,0 +1,170 @@
+"""Branches and replays of sessions with images: the same images, found where they were recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.client import SessionHandle
+from proxy.commands.replay import replay
+from proxy.config import RenderingConfig
+from proxy.conversation.images import MARK
+from proxy.engines.vllm_scoring import VllmScorer
+from proxy.errors import ImageError
+from proxy.records import BranchMode, Origin, RecordedImage, TurnStatus
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
+from tests.proxy.conftest import RunningProxy
+from tests.proxy.serving.test_images import (  # noqa: F401
+    FIRST,
+    LARGER,
+    SECOND,
+    THIRD,
+    asked,
+    chat,
+    name,
+    proxy,
+    said,
+    seeing_checkpoint,
+    start,
+    url,
+)
+
+
+@pytest.fixture(scope="session")
+def seeing(seeing_checkpoint: Path) -> Rendering:  # noqa: F811
+    return Rendering(load_tokenizer(seeing_checkpoint), RenderingConfig())
+
+
+class Images:
+    """The images of a proxy's session."""
+
+    def __init__(self, proxy: RunningProxy, session: SessionHandle) -> None:  # noqa: F811
+        self._proxy = proxy
+        self._session = session.trial_id
+
+    async def get_image(self, sha256: str) -> RecordedImage:
+        data = await self._proxy.control.image(self._session, sha256)
+        return RecordedImage(sha256, "image/png", data)
+
+
+async def record(proxy: RunningProxy) -> tuple[SessionHandle, list[Any]]:  # noqa: F811
+    """A session of two turns with images; its conversation."""
+    session = await proxy.session(trial_id="origin")
+    history: list[Any] = [asked("What is", FIRST, "at 12:00:00?")]
+    answer = await chat(proxy, session, *history)
+    history += [said(answer), asked(SECOND, "And this?")]
+    history.append(said(await chat(proxy, session, *history)))
+    proxy.engine.calls.clear()
+    return session, history
+
+
+async def test_branch_is_answered_from_the_record_and_goes_on_with_all_images(
+    proxy: RunningProxy,  # noqa: F811
+) -> None:
+    _, history = await record(proxy)
+    branch = await proxy.control.branch(Origin("origin", 2), "branch")
+    for size in (1, 3):
+        answer = await chat(proxy, branch, *history[:size])
+        assert said(answer)["content"] == history[size]["content"]
+    assert proxy.engine.calls == []
+    await chat(proxy, branch, *history, asked("And?", LARGER))
+    assert [proxy.engine.images.seen(call) for call in proxy.engine.calls] == [
+        [FIRST, SECOND, LARGER]
+    ]
+    _, turns = await proxy.record(branch)
+    assert [turn.status for turn in turns] == [TurnStatus.CONTEXT] * 2 + [TurnStatus.DONE]
+    assert turns[2].parent == 1
+    assert turns[2].fork_cause is None
+    for data in (FIRST, SECOND, LARGER):
+        assert await proxy.control.image("branch", name(data)) == data
+
+
+@pytest.mark.parametrize("mode", BranchMode)
+async def test_another_image_diverges_and_the_difference_names_both(
+    proxy: RunningProxy,  # noqa: F811
+    mode: BranchMode,
+) -> None:
+    _, history = await record(proxy)
+    branch = await proxy.control.branch(Origin("origin", 2, mode), "branch")
+    # The time is tolerated.
+    await chat(proxy, branch, asked("What is", FIRST, "at 13:59:59?"))
+    assert proxy.engine.calls == []
+    body = {"messages": [*history[:2], asked(THIRD, "And this?")], "max_tokens": 9}
+    status, refused = await proxy.post(branch, "chat/completions", {"model": "m", **body})
+    shown = await proxy.control.show("branch")
+    (told,) = shown["replay"]["diverged"]
+    assert f"[image {name(SECOND)[:12]}]" in told
+    assert f"[image {name(THIRD)[:12]}]" in told
+    assert MARK not in told
+    if mode is BranchMode.STRICT:
+        assert status == 403
+        assert MARK not in refused["error"]["message"]
+    else:
+        assert proxy.engine.images.seen(proxy.engine.calls[-1]) == [FIRST, THIRD]
+
+
+async def test_branch_after_a_restart_has_the_images_of_its_origin(
+    proxy: RunningProxy,  # noqa: F811
+    start: Any,  # noqa: F811
+) -> None:
+    _, history = await record(proxy)
+    branch = await proxy.control.branch(Origin("origin", 1, BranchMode.LIVE), "branch")
+    proxy.engine.images.known.clear()
+    again = await start(engine=proxy.engine)
+    moved = replace(branch, base_url=f"{again.url}/branch/v1")
+    await chat(again, moved, *history[:2], asked("And now?"))
+    assert proxy.engine.images.seen(proxy.engine.calls[-1]) == [FIRST]
+
+
+async def test_response_is_continued_twice_after_a_restart(
+    proxy: RunningProxy,  # noqa: F811
+    start: Any,  # noqa: F811
+) -> None:
+    """Neither request brings the image again."""
+    session = await proxy.session(trial_id="origin")
+    parts = [{"type": "input_image", "image_url": url(FIRST)}]
+    body = {"model": "m", "input": [{"role": "user", "content": parts}], "max_output_tokens": 50}
+    _, first = await proxy.post(session, "responses", body)
+    again = await start(engine=proxy.engine)
+    moved = replace(session, base_url=f"{again.url}/origin/v1")
+    for asked_next in ("And now?", "Or now?"):
+        more = {"previous_response_id": first["id"], "input": asked_next}
+        status, answer = await again.post(moved, "responses", {**body, **more})
+        assert status == 200, answer
+        assert proxy.engine.images.seen(proxy.engine.calls[-1]) == [FIRST]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.5}])
+async def test_replay_gives_the_engine_the_recorded_images(
+    proxy: RunningProxy,  # noqa: F811
+    sampling: dict[str, float],
+) -> None:
+    session = await proxy.session(sampling=sampling)
+    history: list[Any] = [asked("What is", FIRST, "this?")]
+    answer = await chat(proxy, session, *history)
+    await chat(proxy, session, *history, said(answer), asked(SECOND, "And?", FIRST))
+    _, turns = await proxy.record(session)
+    proxy.engine.images.known.clear()
+    proxy.engine.calls.clear()
+    scorer = VllmScorer(proxy.engine.url, source=Images(proxy, session))
+    try:
+        compared, skipped = await replay(turns, scorer)
+        assert skipped == []
+        assert [each.turn for each in compared] == [0, 1]
+        seen = [proxy.engine.images.seen(call) for call in proxy.engine.calls]
+        assert seen
+        assert all(each in ([FIRST], [FIRST, SECOND, FIRST]) for each in seen)
+        assert [FIRST, SECOND, FIRST] in seen
+        proxy.engine.images.known.clear()  # as after its restart
+        await replay(turns, scorer)
+    finally:
+        await scorer.close()
+    proxy.engine.images.processor = b"another"
+    other = VllmScorer(proxy.engine.url, source=Images(proxy, session))
+    with pytest.raises(ImageError, match="its processor is another one"):
+        await replay(turns, other)
+    await other.close()
