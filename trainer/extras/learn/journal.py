@@ -120,6 +120,9 @@ class History:
         self.last = max(self.last, number)
         match line["kind"]:
             case "session":
+                known = self.sessions.get(line["session"])
+                if known is not None and known["outcome"] is None:
+                    del self.sessions[line["session"]]  # its outcome comes after those before it
                 self.sessions[line["session"]] = line
             case "update":
                 self.updates[number] = line

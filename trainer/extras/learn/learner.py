@@ -9,6 +9,7 @@ when every source knows what it will know. Nothing is served before its gates ar
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -23,6 +24,7 @@ from proxy.client import ProxyClientError
 from proxy.extras.learn.client import LearnClient
 from proxy.extras.secrets.tokens import Decode
 from proxy.records import Session, Turn
+from proxy.records.binary import mark_fields, reward_fields
 from proxy.settings.section import Section
 from proxy.store.curation import MAX_VALUE_CHARS
 from trainer.cluster.rank_zero import RankZero
@@ -111,9 +113,11 @@ class DailyLearner:
         await self._retire(state["open"])
 
     async def _judge(self) -> None:
-        """Judges the sessions whose evidence is complete."""
+        """Judges the sessions whose evidence is complete, and those again that a person has rated,
+        or a rule marked, since."""
         for view in await self.recorder.readable(self.policy):
-            if view["trial_id"] in self.history.sessions:
+            known = self.history.sessions.get(view["trial_id"])
+            if known is not None and known["said"] == _said_of(view["rewards"], view["marks"]):
                 continue
             session, turns = await self.recorder.record(self.policy, view["trial_id"])
             seen = Seen(session, turns, time.time())
@@ -135,10 +139,22 @@ class DailyLearner:
             findings=found.findings,
             barred=found.barred,
             held_out=held_out,
-            outcome=_outcome(found),
+            outcome=self._first_outcome(found),
+            said=_said_of(
+                [reward_fields(each) for each in session.rewards],
+                [mark_fields(each) for each in session.marks],
+            ),
         )
         held = "held out, never trained; " if held_out and found.trains else ""
         await self._say(session.session_id, (held + found.text)[:MAX_VALUE_CHARS])
+
+    def _first_outcome(self, found: Judged) -> bool | None:
+        """The outcome that adapters are compared by, which stays: a test that is looked at any time
+        must not change its past."""
+        known = self.history.sessions.get(found.session_id)
+        if known is not None and known["outcome"] is not None:
+            return bool(known["outcome"])
+        return _outcome(found)
 
     async def _decide(self, order: str, *, frozen: bool) -> None:
         """Promotes the canary or rolls it back, if that is decided."""
@@ -342,6 +358,12 @@ def _outcome(found: Judged) -> bool | None:
     """Whether the session went well, for the comparison of adapters; None: there is no evidence."""
     total = found.value or sum(found.turns.values())
     return total > 0 if total else None
+
+
+def _said_of(rewards: Sequence[Any], marks: Sequence[Any]) -> str:
+    """A digest of the rewards and marks of a session, as JSON."""
+    said = json.dumps([rewards, marks], sort_keys=True, default=str)
+    return sha256(said.encode()).hexdigest()[:16]
 
 
 def _share(name: str) -> float:

@@ -314,3 +314,24 @@ async def test_an_engine_that_was_started_again_gets_the_adapters_again(
         engine.adapters.clear()
         await learner.tick()
         assert engine.adapters == loaded
+
+
+async def test_a_session_that_is_rated_later_is_judged_again(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        days.day("late", None)
+        await learner.tick()
+        assert learner.history.sessions["late"]["outcome"] is None
+        days.day("late", True)
+        await learner.tick()
+        assert days.said["late"] == "+1.00: rated 1 (rating +1.00)"
+        assert learner.history.sessions["late"]["outcome"] is True
+        days.day("late", False)
+        await learner.tick()
+        assert learner.history.sessions["late"]["value"] == -1.0
+        assert learner.history.sessions["late"]["outcome"] is True, "no test changes its past"
+        lines = len(learner.journal.lines)
+        await learner.tick()
+        assert len(learner.journal.lines) == lines
