@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from agent_loop.errors import TrajectoryError
 from proxy.records import Turn
+from proxy.sampling import untrainable
 
 KeptTokens = npt.NDArray[np.int32]
 """`[T, K]`, token ids; -1 fills the rest of a row. A row of -1 stands for the whole vocabulary."""
@@ -28,22 +29,29 @@ log-probability is wrong by about as much."""
 
 
 def is_restricted(turn: Turn) -> bool:
-    """Whether a grammar bound the answer, or top-k left at most as many tokens as are recorded.
-    What a session samples otherwise, such as verl's, is not recorded."""
+    """Whether a grammar bound the answer, top-k left at most as many tokens as the session records,
+    or the sampling was bent otherwise. What verl's top-k leaves is not recorded."""
     few = 0 < turn.sampling.get("top_k", -1) <= turn.sampling.get("alternatives", 0)
-    return few or "structured" in turn.sampling
+    return few or "structured" in turn.sampling or _is_bent(turn)
+
+
+def _is_bent(turn: Turn) -> bool:
+    """Whether penalties or min-p changed the distribution, as in the records of hand-made
+    sessions; new ones are refused."""
+    return next(untrainable(turn.sampling), None) is not None
 
 
 def kept_by(turn: Turn) -> tuple[KeptTokens, npt.NDArray[np.bool_]]:
     """`[S, K]`: what was left at each sampled token of a restricted turn; and `[S]`: whether that
-    is all. It is not where more tokens than are recorded have the same logit as the last one, and
-    in an answer with a grammar whose engine reports none.
+    is all. It is not where more tokens than are recorded have the same logit as the last one, in an
+    answer with a grammar whose engine reports none, and in one with penalties or min-p.
 
     Raises TrajectoryError: no alternatives are recorded where every answer must have some.
     """
     rows, sampled = turn.alternatives, len(turn.sampled_ids)
-    if rows is None or len(rows) != sampled:
-        if "structured" in turn.sampling:
+    bent = _is_bent(turn)
+    if bent or rows is None or len(rows) != sampled:
+        if bent or "structured" in turn.sampling:
             return np.full((sampled, 1), NONE, np.int32), np.zeros(sampled, np.bool_)
         raise TrajectoryError(
             f"session {turn.session_id!r} turn {turn.index}: sampled with top-k, and what that "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -39,6 +39,13 @@ _BOUNDS = {**BOUNDS, "temperature": (0, 100), "routed_experts": (0, 1)}
 """The least and the greatest value that can be pinned: those of a request, except for the greatest
 temperature, which is 2 only in the agents' dialects."""
 _WHOLE = WHOLE | {"routed_experts"}
+UNTRAINABLE = {
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Parameters that no trainer computes probabilities with, and their values that change nothing."""
 GRAMMAR_TOP_K = 16
 """Of answers with a grammar in training whose session pins none: so that all that was left can be
 recorded, of which a grammar alone leaves too much. The 4 more that are recorded are for equal
@@ -71,11 +78,11 @@ def resolve(
         given = zip(_BENDING, _bending(options), strict=True)
         values = {name: value for name, value in given if value is not None}
     values |= {k: v for k, v in session.sampling.items() if k in _BENDING}
-    alternatives = max(session.sampling.get("alternatives", 0), options.top_logprobs)
+    pinned = session.sampling.get("alternatives", 0)
     if structured is not None and session.kind is SessionKind.TRAIN:
         if values.get("top_k", -1) <= 0:
             values["top_k"] = GRAMMAR_TOP_K
-        alternatives = MAX_ALTERNATIVES
+        pinned = MAX_ALTERNATIVES
     if sibling and "seed" in values:
         values["seed"] += sibling
     return Sampling(
@@ -84,7 +91,8 @@ def resolve(
         stop_token_ids=stop_token_ids,
         logprobs=options.logprobs,
         top_logprobs=options.top_logprobs,
-        alternatives=alternatives,
+        alternatives=max(pinned, options.top_logprobs),
+        pinned_alternatives=pinned,
         structured=structured,
         trained=session.kind is SessionKind.TRAIN,
         policy=policy,
@@ -103,7 +111,7 @@ def seed_of_call(session_seed: int, prompt: Ids, asked_before: int, choice: int)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def check_pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def check_pinned(sampling: Mapping[str, Any], kind: SessionKind) -> dict[str, Any]:
     """Checks the sampling parameters given when a session is created. Raises RequestError."""
     for name, value in sampling.items():
         if name not in PINNABLE:
@@ -115,11 +123,18 @@ def check_pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(f"sampling.{name}: expected a number, got {value!r}")
         low, high = _BOUNDS.get(name, (-math.inf, math.inf))
         if not low <= value <= high or (name in _WHOLE and value != int(value)):
-            kind = "an integer" if name in _WHOLE else "a number"
+            whole = "an integer" if name in _WHOLE else "a number"
             raise RequestError(
-                f"sampling.{name}: expected {kind} from {low} to {high}, got {value}",
+                f"sampling.{name}: expected {whole} from {low} to {high}, got {value}",
                 param="sampling",
             )
+    if kind is SessionKind.TRAIN and (bent := next(untrainable(sampling), None)) is not None:
+        raise RequestError(
+            f"sampling.{bent}: {sampling[bent]} in a session of kind train, whose tokens could not"
+            f" be trained: no trainer computes probabilities with it; use {UNTRAINABLE[bent]}, or"
+            " kind eval, which is never trained",
+            param="sampling",
+        )
     count = sampling.get("alternatives", 0)
     if not isinstance(count, int) or not 0 <= count <= MAX_ALTERNATIVES:
         raise RequestError(
@@ -129,14 +144,19 @@ def check_pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sampling)
 
 
+def untrainable(sampling: Mapping[str, Any]) -> Iterator[str]:
+    """The parameters with which the tokens that are sampled cannot be trained."""
+    return (name for name, plain in UNTRAINABLE.items() if sampling.get(name, plain) != plain)
+
+
 def as_record(sampling: Sampling) -> dict[str, Any]:
     """The parameters that the engine got, as a `Turn` records them."""
     values = zip(_RECORDED, _recorded(sampling), strict=True)
     fields = {name: value for name, value in values if value is not None}
     if sampling.policy:
         fields["policy"] = sampling.policy
-    if sampling.alternatives:
-        fields["alternatives"] = sampling.alternatives
+    if sampling.pinned_alternatives:
+        fields["alternatives"] = sampling.pinned_alternatives
     if sampling.stop:
         fields["stop"] = list(sampling.stop)
     return fields

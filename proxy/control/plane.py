@@ -164,7 +164,8 @@ class ControlPlane:
         session, key = await self._sessions.create(
             new.trial_id if trial_id is None else trial_id,
             kind=kind,
-            sampling=check_pinned(new.sampling) | ({"policies": policies} if policies else {}),
+            sampling=check_pinned(new.sampling, kind)
+            | ({"policies": policies} if policies else {}),
             profile=new.profile,
             limits=limits,
             metadata=new.metadata,

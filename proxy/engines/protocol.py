@@ -69,6 +69,8 @@ class Sampling(msgspec.Struct, frozen=True):
     """Number of alternatives per token, for agents that request them."""
     alternatives: int = 0
     """Number of alternatives per token to record, at least `top_logprobs`."""
+    pinned_alternatives: int = 0
+    """Number of those that are recorded whatever the agent requests: training may need them."""
     structured: dict[str, Any] | None = None
     """Guided decoding, in the form of vLLM's `structured_outputs`."""
     trained: bool = False

@@ -124,11 +124,26 @@ def test_answer_with_a_grammar_is_trained_only_where_what_it_left_is_recorded(
     assert sorted(path.kept[path.ids == 8][0].tolist())[-2:] == [7, 8]
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5}], ids=str
+)
+def test_answer_with_penalties_of_an_earlier_record_is_not_trained(
+    sampling: dict[str, Any],
+) -> None:
+    plain = turn(0, None, 0, [1, 2], [4, 5])
+    rows = table([[(8, 0.0)], [(9, 0.0)]], 20)
+    for recorded in (None, rows):
+        bent = replace(turn(1, 0, 4, [3], [8, 9]), sampling=sampling, alternatives=recorded)
+        (path,) = flatten(build_segments([plain, bent]))
+        assert path.ids[path.mask].tolist() == [4, 5]
+
+
 async def test_trainers_that_know_only_the_whole_vocabulary_get_its_tokens_alone() -> None:
     turns = [turn(0, None, 0, [1, 2], [4, 5]), with_left(turn(1, 0, 4, [3], [8, 9]))]
     task = Task("a", {"prompt": "Go."})
     mixed = Rollout("t", task, RolloutStatus.DONE, 1.0, build_segments(turns))
     assert completion(mixed).mask == [1, 1, 0, 0, 0]
+    assert completion(mixed).left_out == 2
     assert completion(mixed).logprobs == [-0.125, -0.25, 0.0, 0.0, 0.0]
     bound = Rollout("t", task, RolloutStatus.DONE, 1.0, build_segments([with_left(turns[0])]))
     batch = TrialBatch(GivenTrials([bound, mixed]), [task], concurrency=1, seed=0)

@@ -302,8 +302,13 @@ class Algorithm:
             yield "kl_loss", value, kl_coefficient
         if distillation is not None:
             teacher = _needed(batch.teacher_logprobs, "the teacher's log-probabilities")[targets]
-            value = distillation.estimator.divergence(logprobs, sent(teacher, logprobs.device))
-            yield "distillation_loss", value, distillation.coefficient
+            teacher = sent(teacher, logprobs.device)
+            # A teacher at a URL cannot score what a grammar or top-k left.
+            unknown = teacher.isnan()
+            teacher = torch.where(unknown, logprobs.detach(), teacher)
+            value = distillation.estimator.divergence(logprobs, teacher)
+            yield "distillation_loss", value.masked_fill(unknown, 0.0), distillation.coefficient
+            yield "distillation_left_out", unknown.to(value.dtype), 0.0
         if self.config.entropy_coefficient:
             yield "entropy_bonus", entropy, -self.config.entropy_coefficient
 

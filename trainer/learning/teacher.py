@@ -32,18 +32,14 @@ class EngineTeacher:
         return [part_of(batch, share) for share in self.ranks.shares(range(len(batch.sequences)))]
 
     def compute_logprobs(self, batch: Batch, *, temperature: float) -> Scores:
-        """The log-probability of every trained token; the entropies are NaN.
+        """The log-probability of every trained token; the entropies are NaN. It is NaN for tokens
+        that were sampled with top-k or a grammar (response_format), because an engine scores given
+        tokens among the whole vocabulary.
 
         Raises:
             TrainingError: the engine does not answer, or the temperature is not 1, at which an
-                engine scores given tokens, or tokens were sampled from a part of the vocabulary.
+                engine scores given tokens.
         """
-        if batch.kept is not None:
-            raise TrainingError(
-                f"{TEACHER_KEY}: an engine scores given tokens among the whole vocabulary, and the "
-                "batch has tokens that were sampled with top-k or a grammar (response_format); use "
-                "the folder of a checkpoint"
-            )
         if temperature != 1:
             raise TrainingError(
                 f"{TEACHER_KEY}: an engine scores given tokens at temperature 1, not {temperature}"
@@ -60,6 +56,8 @@ class EngineTeacher:
         for sequence, values in zip(sequences, scored, strict=True):
             here = batch.sequence == sequence
             logprobs[here] = torch.tensor(values)[batch.position[here] - 1]
+        if batch.kept is not None:
+            logprobs[(batch.kept >= 0).any(1)] = torch.nan
         return Scores(logprobs, torch.full_like(logprobs, torch.nan))
 
     @staticmethod

@@ -48,7 +48,10 @@ class AgentGenerator:
             "rewards": rewards(rollouts, kind),
             "loss_masks": [each.mask for each in found],
             "stop_reasons": [_stop_reason(rollout) for rollout in rollouts],
-            "rollout_metrics": {"trials/failed": failed},
+            "rollout_metrics": {
+                "trials/failed": failed,
+                "trials/tokens_left_out": sum(each.left_out for each in found),
+            },
             "rollout_logprobs": [each.logprobs for each in found],
             "trajectory_ids": input_batch.get("trajectory_ids"),
         }

@@ -40,6 +40,9 @@ class Completion:
     """One per token of the completion; 0.0 for a token that is not trained."""
     mask: list[int]
     """1 for each token of the completion that is trained, otherwise 0."""
+    left_out: int = 0
+    """Number of its sampled tokens that are not trained, because top-k or a grammar
+    (`response_format`) left a part of the vocabulary."""
 
 
 class TrialBatch:
@@ -110,6 +113,7 @@ def completion(rollout: Rollout) -> Completion:
         path.ids[first:].tolist(),
         np.where(trained, path.logprobs, np.float32(0))[first:].tolist(),
         trained[first:].astype(int).tolist(),
+        int((path.mask & ~trained).sum()),
     )
 
 

@@ -37,9 +37,13 @@ class AgentRollouts:
         self._trials = TrialBatch(loop, tasks, concurrency=concurrency, seed=seed)
         self._before = before
         self._runner = asyncio.Runner()
+        self.metrics: dict[str, int] = {}
+        """Of the last batch."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> Rows:
-        """One trial per prompt.
+        """One trial per prompt. `tokens_left_out` says of how many sampled tokens `env_mask` is 0,
+        because they were sampled with a grammar; TRL's reward functions get it, and `metrics` has
+        the sum.
 
         Raises:
             AgentLoopError: a prompt is not of a task, or no trial of the batch can be trained.
@@ -48,6 +52,7 @@ class AgentRollouts:
         step = int(trainer.state.global_step)
         rollouts = self._runner.run(self._trials.run(prompts, step=step))
         found = [completion(rollout) for rollout in rollouts]
+        self.metrics = {"trials/tokens_left_out": sum(each.left_out for each in found)}
         return {
             "prompt_ids": [each.prompt_ids for each in found],
             "completion_ids": [each.completion_ids for each in found],
@@ -55,6 +60,7 @@ class AgentRollouts:
             "env_mask": [each.mask for each in found],
             "trial_reward": rewards(rollouts),
             "trial_id": [rollout.trial_id for rollout in rollouts],
+            "tokens_left_out": [each.left_out for each in found],
         }
 
     def close(self) -> None:

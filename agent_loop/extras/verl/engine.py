@@ -105,6 +105,9 @@ class VerlEngine:
         return Chunk(
             ids=list(ids),
             logprobs=list(logprobs),
+            top_logprobs=[[pair] for pair in zip(ids, logprobs, strict=True)]
+            if sampling.top_logprobs
+            else None,  # verl's servers report no other token
             finish_reason=self._finish(output, sampling),
             versions=(VersionSpan(int(version or 0), 0, len(ids)),) if ids else (),
         )

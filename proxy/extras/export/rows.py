@@ -8,9 +8,14 @@ from proxy.extras.export.images import ImageSource, with_images
 from proxy.extras.export.private import without_secrets
 from proxy.extras.export.protocol import ExportFormat, ImagesFound, LeftOut, Row, Sample
 from proxy.extras.export.selection import ExportSelection
+from proxy.extras.export.token_formats import is_restricted
 from proxy.extras.secrets.tokens import Decode
 
 Units = AsyncIterator[Sequence[Sample]]
+_RESTRICTED = (
+    "turns sampled with a grammar, top-k, top-p, min-p or penalties, of which no token is marked"
+    " for training"
+)
 
 
 class Rows:
@@ -43,6 +48,9 @@ class Rows:
         """Raises ImagesFound, once: begin again, for the rows that the form has with images."""
         left_out = self._selection.left_out
         async for unit in self.units():
+            if self._form.needs_reward and self._form.unit == "session":
+                restricted = sum(is_restricted(turn) for each in unit for turn in each.turns)
+                left_out.update({_RESTRICTED: restricted} if restricted else {})
             found, why = False, f"{self._form.unit}s with nothing to export in this format"
             try:
                 for row in self._form.rows(unit):

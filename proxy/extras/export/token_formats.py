@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from proxy.extras.export.images import (
     IMAGE_LIST,
@@ -26,6 +27,7 @@ from proxy.extras.export.protocol import LeftOut, Row, Sample
 from proxy.records import Turn
 from proxy.records.expert_rows import Routing, routing_along, routing_of
 from proxy.records.routed_experts import dump_text
+from proxy.sampling import untrainable
 from proxy.token_tree.sampled_paths import SampledPath, sampled_paths
 
 UNTRAINED = -100
@@ -35,7 +37,9 @@ UNTRAINED = -100
 class TokensFormat:
     """The record itself: ids, which of them were sampled, log-probabilities, versions, and the
     experts of a mixture: base64 of the `.npy` of `[T, layers, k]`, and which tokens have a row.
-    `images` has where each image is in the ids, and the image."""
+    `images` has where each image is in the ids, and the image. `restricted` marks sampled tokens
+    whose log-probability is over what a grammar, top-k, top-p, min-p or penalties left, not over
+    the whole vocabulary."""
 
     unit: Literal["session"] = "session"
     trains = needs_reward = False
@@ -61,6 +65,7 @@ class TokensFormat:
                 "routed_experts": pa.string(),
                 "routed": pa.list_(pa.bool_()),
                 "images": pa.list_(pa.struct(image)),
+                "restricted": pa.list_(pa.bool_()),
             }
         )
 
@@ -99,6 +104,7 @@ class TokensFormat:
                     }
                     for each, image in zip(path.images, images_along(sample, path), strict=True)
                 ],
+                "restricted": restricted_along(sample.turns, path).tolist(),
             }
 
 
@@ -115,7 +121,7 @@ class SftFormat:
         return pa.schema({**_head(pa), "input_ids": ids, "labels": ids})
 
     def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
-        for path, head in _trained(samples):
+        for path, head in _trained(samples, whole=False):
             labels = np.where(path.sampled, path.ids, UNTRAINED)
             yield {**head, "input_ids": path.ids.tolist(), "labels": labels.tolist()}
 
@@ -329,8 +335,10 @@ class SkyRlFormat:
             }
 
 
-def _trained(samples: Sequence[Sample]) -> Iterator[tuple[SampledPath, Row]]:
-    """The paths that have a token to train, each with the columns that name its session."""
+def _trained(samples: Sequence[Sample], *, whole: bool = True) -> Iterator[tuple[SampledPath, Row]]:
+    """The paths that have a token to train, each with the columns that name its session. `whole`:
+    no token of an `is_restricted` turn counts as sampled, because the trainers of these formats
+    compute probabilities over the whole vocabulary."""
     (sample,) = samples
     head = {
         "trial_id": sample.session.session_id,
@@ -338,6 +346,8 @@ def _trained(samples: Sequence[Sample]) -> Iterator[tuple[SampledPath, Row]]:
         "reward": sample.reward,
     }
     for path in _paths(sample):
+        if whole:
+            path = path.without(restricted_along(sample.turns, path))
         if path.sampled.any():
             yield path.up_to_the_last_sampled(), head
 
@@ -349,6 +359,24 @@ def _paths(sample: Sample) -> Iterator[SampledPath]:
             yield path.without(sample.secrets.along(path.turns))
         else:
             yield path
+
+
+def is_restricted(turn: Turn) -> bool:
+    """Whether the turn's log-probabilities are over a part of the vocabulary, or over logits that
+    were changed."""
+    sampling = turn.sampling
+    left = sampling.get("top_k", -1) > 0 or sampling.get("top_p", 1.0) < 1
+    return left or "structured" in sampling or next(untrainable(sampling), None) is not None
+
+
+def restricted_along(turns: Sequence[Turn], path: SampledPath) -> npt.NDArray[np.bool_]:
+    """`[T]`: the sampled tokens of `is_restricted` turns."""
+    found = np.zeros(len(path.ids), np.bool_)
+    for index in path.turns:
+        turn = turns[index]
+        if is_restricted(turn):
+            found[turn.prompt_tokens : turn.path_tokens] = True
+    return found & path.sampled
 
 
 def _split(path: SampledPath) -> tuple[slice, slice]:

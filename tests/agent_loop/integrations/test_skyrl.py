@@ -38,7 +38,7 @@ async def test_each_prompt_has_the_recorded_tokens_of_one_trial() -> None:
     assert output["prompt_token_ids"] == [[1]] * 3
     assert output["trajectory_ids"] == ["t-0", "t-1", "t-2"]
     assert output["stop_reasons"] == ["stop"] * 3
-    assert output["rollout_metrics"] == {"trials/failed": 0}
+    assert output["rollout_metrics"] == {"trials/failed": 0, "trials/tokens_left_out": 0}
     assert set(output["rewards"]) <= {0.0, 1.0}
 
 
@@ -53,7 +53,7 @@ async def test_failed_trial_changes_neither_gradient_nor_baseline() -> None:
     output = await AgentGenerator(loop, TASKS).generate(batch("Say hi.", "Say hi."))
     assert output["rewards"] == [0.75, 0.75]
     assert output["loss_masks"][0] == [0]
-    assert output["rollout_metrics"] == {"trials/failed": 1}
+    assert output["rollout_metrics"] == {"trials/failed": 1, "trials/tokens_left_out": 0}
 
 
 async def test_evaluation_is_not_recorded_for_training_and_keeps_its_rewards() -> None:

@@ -18,7 +18,7 @@ from proxy.engines.vllm_server import VllmServer
 from tests.conftest import TINY_CONTEXT_TOKENS
 from tests.trainer.rollouts import VOCABULARY, group, rollout
 from tests.trainer.test_fit import config_of
-from trainer.algorithms import AlgorithmConfig
+from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.kl import K2
 from trainer.batch import Batch, build_batch
 from trainer.errors import ConfigError, TrainingError
@@ -74,13 +74,35 @@ def test_engine_scores_a_sequence_that_fills_its_context(
     torch.testing.assert_close(scored, loaded, atol=1e-3, rtol=0)
 
 
-def test_engine_scores_no_tokens_that_were_sampled_from_a_part_of_the_vocabulary(
-    batch: Batch,
+def test_engine_distills_no_token_that_was_sampled_from_a_part_of_the_vocabulary(
+    vllm: VllmServer, batch: Batch
 ) -> None:
-    batch.kept = batch.ids[:, None]
-    teacher = EngineTeacher("http://127.0.0.1:1", Ranks(), concurrency=1)
-    with pytest.raises(TrainingError, match="sampled with top-k or a grammar"):
-        teacher.compute_logprobs(batch, temperature=1.0)
+    teacher = EngineTeacher(vllm.url, Ranks(), concurrency=1)
+    whole = teacher.compute_logprobs(batch, temperature=1.0).logprobs
+    restricted = torch.arange(batch.num_tokens) % 3 == 0
+    batch.kept = torch.where(restricted[:, None], batch.ids[:, None], -1)
+    scored = teacher.compute_logprobs(batch, temperature=1.0).logprobs
+    assert scored[restricted].isnan().all()
+    torch.testing.assert_close(scored[~restricted], whole[~restricted], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_token_that_the_teacher_cannot_score_has_no_loss_and_no_gradient(
+    batch: Batch, estimator: str
+) -> None:
+    algorithm = Algorithm(distillation(teacher="http://teacher", estimator=estimator))
+    batch.prox_logprobs = batch.logprobs.clone()
+    batch.teacher_logprobs = batch.logprobs + 0.5
+    unknown = torch.arange(batch.num_tokens) % 3 == 0
+    batch.teacher_logprobs[unknown] = torch.nan
+    algorithm.compute_advantages(batch)
+    logprobs = batch.logprobs.clone().requires_grad_()
+    loss = algorithm.loss(batch)(logprobs, torch.zeros_like(logprobs), torch.arange(len(logprobs)))
+    (gradient,) = torch.autograd.grad(loss.losses.sum(), logprobs)
+    assert (gradient[unknown] == 0).all()
+    assert (gradient[~unknown] != 0).all()
+    share = float(loss.metrics["distillation_left_out"])
+    assert 0.2 < share < 0.5
 
 
 def test_teachers_with_the_policys_tokenizer_are_accepted(

@@ -24,6 +24,7 @@ NOT_METRICS = {"reward/reward.json", "reward/reward.txt"}
 TERMS = (
     *("policy_loss", "loss", "policy_kl", "clip_fraction", "correction/weight", "entropy"),
     *("correction/rejected", "logp_abs_diff", "kl_loss", "distillation_loss", "entropy_bonus"),
+    "distillation_left_out",
     *("router_aux_loss", "trained_tokens", "update_steps", "grad_norm", "lr"),
 )
 """Metrics of an optimizer step, which the code writes without `actor/`."""

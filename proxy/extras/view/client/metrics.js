@@ -243,6 +243,11 @@ export const METRICS = {
   "actor/kl_loss (nats): Divergence from the reference model, if it is in the loss.",
   "the same elsewhere: actor/kl_loss in verl, kl in TRL"
  ],
+ "actor/distillation_left_out": [
+  "actor/distillation_left_out (share): Tokens that are not distilled: sampled with top-k or a grammar, which a teacher at a URL cannot score.",
+  "normal: 0",
+  "otherwise: many: give the folder of the teacher's checkpoint"
+ ],
  "actor/distillation_loss": [
   "actor/distillation_loss (nats): Divergence from the teacher (`algorithm.distillation`).",
   "normal: falls"

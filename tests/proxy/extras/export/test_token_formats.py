@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from proxy.extras.export.protocol import Row
 from proxy.extras.export.registry import FORMATS, open_format
@@ -188,3 +189,33 @@ def test_verl_gets_experts_only_if_every_token_has_them() -> None:
         assert row["routed_experts"] is None
     (row,) = open_format("tokens").rows([a_sample([complete[0], turns[1]])])
     assert row["routed"] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"structured": {"json": {}}},
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -0.5},
+        {"frequency_penalty": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["trl", "verl", "prime-rl", "tinker", "skyrl"])
+def test_token_from_a_part_of_the_vocabulary_is_marked_for_no_trainer(
+    name: str, sampling: dict[str, Any]
+) -> None:
+    """Its log-probability is not the one that the trainer computes."""
+    plain = a_turn(0, None, 0, [1, 2], [4, 5])
+    bound = replace(a_turn(1, 0, 4, [3], [8, 9]), sampling=sampling)
+    last = replace(a_turn(2, 1, 7, [6], [7]), sampling={"top_k": -1, "top_p": 1.0, "min_p": 0.0})
+    rows = list(open_format(name).rows([a_sample([plain, bound, last])]))
+    assert [token for row in rows for token, _ in TRAINED[name](row)] == [4, 5, 7]
+    (row,) = open_format("tokens").rows([a_sample([plain, bound, last])])
+    restricted = [t for t, r in zip(row["ids"], row["restricted"], strict=True) if r]
+    assert restricted == [8, 9]
+    (row,) = open_format("sft").rows([a_sample([plain, bound, last])])
+    assert [token for token, _ in of_sft(row)] == [4, 5, 8, 9, 7]  # needs no probabilities
