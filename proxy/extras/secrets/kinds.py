@@ -337,22 +337,25 @@ KINDS = (
 
 
 def email_spans(text: str) -> Iterator[tuple[int, int]]:
-    """E-mail addresses, found by their `@`. `git@host:path` is not one."""
+    """E-mail addresses, found by their `@`. `git@host:path` is not one, and addresses that are
+    nobody's are not secret: `noreply@…`, which agents sign commits with, and those of the domains
+    that are reserved for examples."""
     at = text.find("@")
     while at >= 0:
         name = _EMAIL_NAME.search(text, max(0, at - 64), at)
         host = _EMAIL_HOST.match(text, at + 1)
-        if (
-            name is not None
-            and host is not None
-            and not (name[0] == "git" and _COLON.match(text, host.end()))
-        ):
-            yield name.start(), host.end()
+        if name is not None and host is not None:
+            is_path = name[0] == "git" and _COLON.match(text, host.end())
+            if not (is_path or _NOBODYS.fullmatch(text, name.start(), host.end())):
+                yield name.start(), host.end()
         at = text.find("@", at + 1)
 
 
 EMAIL = "email"
 _EMAIL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._%+\-]{0,63})\Z|[A-Za-z0-9]\Z")
+_NOBODYS = re.compile(
+    r"(?i)(?:no-?reply|do-?not-?reply)@.*|.*@(?:[\w-]+\.)*example\.(?:com|org|net)"
+)
 _COLON = re.compile(r":[\w/~]")
 _EMAIL_HOST = re.compile(
     r"(?:[A-Za-z0-9][A-Za-z0-9\-]{0,62}\.){1,6}"

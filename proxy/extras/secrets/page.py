@@ -72,7 +72,9 @@ takes apart.
 
 def page() -> str:
     """The page in Markdown."""
-    says = {kind.name: kind.says for kind in KINDS if kind.says} | {EMAIL: "e-mail addresses"}
+    says = {kind.name: kind.says for kind in KINDS if kind.says} | {
+        EMAIL: "e-mail addresses, but for `noreply@…` and those at `example.com`"
+    }
     rows = [f"| `{name}` | {text} |" for name, text in sorted(says.items())]
     return _HEAD + "\n".join(rows) + "\n" + _TAIL
 

@@ -53,6 +53,8 @@ def test_every_kind_is_masked(
         "git clone git@github.com:acme/site.git && @pytest.mark.slow",
         "https://docs.python.org:443/3/library/secrets.html?token=none#top",
         "a commit 3f2504e04f8911d39a0c0305e82c3301d4f0a7b1",
+        "Co-Authored-By: Claude <noreply@anthropic.com>, or no-reply@github.com",
+        "curl -d mail=you@example.com and somebody@mail.example.org",
         "password_file: /run/secrets/postgres-password",
         "The password is required, and the secret of success is a key to all.",
     ],
