@@ -7,9 +7,15 @@ rows are checked against the fields of its source (`src/prime_rl/transports/roll
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import dataclasses
+import hashlib
 import importlib.util
+import os
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +30,21 @@ from torch import Tensor
 from agent_loop.extras.other_trainers.skyrl import AgentGenerator
 from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Task
 from agent_loop.trial.outcome import Attempt, build_rollout
-from proxy.conversation.messages import Conversation, Message, ToolCall, dump_answer
+from proxy.conversation.images import mark
+from proxy.conversation.messages import Conversation, Message, ToolCall, dump_answer, load_answer
 from proxy.conversation.recorded import dump_request
+from proxy.extras.export.files import write
+from proxy.extras.export.images import as_json
 from proxy.extras.export.protocol import Row, Sample
 from proxy.extras.export.registry import open_format
-from proxy.records import Turn
+from proxy.records import ImageSpan, RecordedImage, Turn
+from proxy.records.images import image_ids
 from tests.agent_loop.recorded import turn as a_turn
 from tests.agent_loop.scripted_loop import ClosableLoop
+from tests.e2e.test_images import TORCHVISION
 from tests.needs import needs
 from tests.proxy.extras.export.trees import a_session
+from tests.proxy.extras.view.pictures_of_agents import png
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.correction import Correction
 from trainer.batch import build_batch
@@ -48,6 +60,7 @@ NO_PACKAGES = (
     if PACKAGES.exists()
     else "run python -m benchmarks.install export-packages (tinker, SkyRL)"
 )
+PICTURE, PICTURE_TOKENS, PAD = png(64, 32), 8, 500
 REWARDS = (1.0, 0.0, 0.5, 0.25)
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
@@ -82,15 +95,37 @@ def answered(turn: Turn, new: list[Message], after: int | None, answer: Message)
     return replace(turn, request=request, answer=dump_answer(answer))
 
 
-def rows_of(name: str) -> list[Row]:
+def with_picture(sample: Sample) -> Sample:
+    """The session, whose question is about a picture."""
+    first, second = sample.turns
+    name = hashlib.sha256(PICTURE).hexdigest()
+    span = ImageSpan(2, PICTURE_TOKENS, PAD, name, name, (1, 4, 8))
+    ids = np.insert(first.prompt_ids, 2, image_ids(name, PICTURE_TOKENS))
+    asked = Message("user", f"Look: {mark(name)} List.")
+    turns = [
+        replace(
+            answered(first, [asked], None, load_answer(first.answer)),
+            prompt_ids=ids.astype(np.int32),
+            images=(span,),
+        ),
+        replace(second, shared_tokens=second.shared_tokens + PICTURE_TOKENS),
+    ]
+    image = RecordedImage(name, "image/png", PICTURE)
+    return dataclasses.replace(sample, turns=turns, images={name: image})
+
+
+def rows_of(name: str, *, pictures: bool = False) -> list[Row]:
     """What a JSON Lines file of the export gives back."""
-    form = open_format(name)
-    units: Sequence[Sequence[Sample]] = [[sample] for sample in sessions()]
+    form, found = open_format(name), sessions()
+    if pictures:
+        setattr(form, "shows_images", True)  # noqa: B010
+        found = [with_picture(sample) for sample in found]
+    units: Sequence[Sequence[Sample]] = [[sample] for sample in found]
     if form.unit == "pair":
-        units = [(sessions()[0], sessions()[1])]
+        units = [(found[0], found[1])]
     rows = [row for unit in units for row in form.rows(unit)]
     assert rows
-    return [orjson.loads(orjson.dumps(row)) for row in rows]
+    return [orjson.loads(orjson.dumps(row, default=as_json)) for row in rows]
 
 
 def check_in(python: Path, program: str, rows: list[Row]) -> str:
@@ -119,6 +154,22 @@ for row in rows:
     assert counts == [sum(len(t.sampled_ids) for t in s.turns) for s in sessions()]
 
 
+@needs(None if HARBOR.exists() else "Harbor is not installed: make harbor")
+def test_harbor_reads_atif_with_images() -> None:
+    program = """
+from harbor.models.trajectories import Trajectory
+for row in rows:
+    trajectory = Trajectory.model_validate(row)
+    assert trajectory.has_multimodal_content()
+    text, image, rest = trajectory.steps[0].message
+    assert (text.type, image.type, rest.text) == ("text", "image", " List.")
+    print(image.source.media_type, image.source.path[:22], len(image.source.path))
+"""
+    said = check_in(HARBOR, program, rows_of("atif", pictures=True)).splitlines()
+    size = len(base64.b64encode(PICTURE)) + 22
+    assert said == [f"image/png data:image/png;base64, {size}"] * len(REWARDS)
+
+
 @needs(
     None
     if importlib.util.find_spec("verl")
@@ -132,6 +183,12 @@ def test_verl_reads_its_agent_loop_output() -> None:
         fields = AgentLoopOutput.model_validate(row).as_dict()
         assert fields["responses"].shape == fields["response_mask"].shape
         assert float(fields["rm_scores"].sum()) == reward
+    for row in rows_of("verl", pictures=True):
+        read = AgentLoopOutput.model_validate(row)
+        assert read.multi_modal_data is not None
+        (image,) = read.multi_modal_data["images"]
+        assert image.endswith(base64.b64encode(PICTURE).decode())
+        assert read.prompt_ids.count(PAD) == PICTURE_TOKENS
 
 
 def test_rows_have_the_fields_of_prime_rls_source() -> None:
@@ -175,6 +232,57 @@ for row in rows:
     print(len(tokens))
 """
     assert len(check_in(PACKAGES, program, rows_of("tinker")).split()) == len(REWARDS)
+
+
+@pytest.mark.long
+@needs(NO_PACKAGES)
+def test_tinker_reads_chunks_of_images() -> None:
+    program = """
+from tinker.types._pydantic_types.datum import Datum
+for row in rows:
+    datum = Datum.model_validate({name: row[name] for name in ("model_input", "loss_fn_inputs")})
+    before, image, after = datum.model_input.chunks
+    assert datum.model_input.length == len(datum.loss_fn_inputs["target_tokens"].tolist())
+    print(image.format, len(image.data), image.length)
+"""
+    said = check_in(PACKAGES, program, rows_of("tinker", pictures=True)).splitlines()
+    assert said == [f"png {len(PICTURE)} {PICTURE_TOKENS}"] * len(REWARDS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["messages"])
+@needs(
+    None
+    if (TORCHVISION / ".ready").exists()
+    else "torchvision is missing: run python -m benchmarks.install torchvision"
+)
+def test_trl_trains_one_step_of_a_model_that_reads_images(name: str, tmp_path: Path) -> None:
+    """Qwen3-VL with TRL's SFTTrainer and DPOTrainer, on the Parquet file of the export."""
+    form = open_format(name)
+    setattr(form, "shows_images", True)  # noqa: B010
+    found = [with_picture(sample) for sample in sessions()]
+    units: Sequence[Sequence[Sample]] = [[sample] for sample in found]
+    if form.unit == "pair":
+        units = [(found[0], found[1])]
+
+    async def rows() -> AsyncIterator[Row]:
+        for unit in units:
+            for row in form.rows(unit):
+                yield row
+
+    asyncio.run(write(rows(), form, tmp_path / "rows.parquet"))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.images.trl_reads", name, tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TORCHVISION, ROOT)))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = orjson.loads(done.stdout.splitlines()[-1])
+    assert np.isfinite(told["loss"])
+    assert told["images"] == {"messages": 2, "dpo": 2}[name]
 
 
 SKYRL_READS = """
