@@ -85,6 +85,7 @@ class Learning(Extra):
         self._learners: list[asyncio.subprocess.Process] = []
         self._recorders = {each.policy: each for each in recorders}
         self._assignments: dict[str, Assignment] = {}
+        self._writing = asyncio.Lock()
         self._keys: dict[str, KeyFile] = {}
 
     async def open(self, core: Core) -> None:
@@ -254,9 +255,11 @@ class Learning(Extra):
         return session
 
     async def _set(self, recorder: Recorder, after: Assignment) -> None:
-        """Writes it before anything is served by it."""
+        """Writes it before anything is served by it: this one, or one that came after it."""
         self._assignments[recorder.policy] = after
-        await asyncio.to_thread(after.write, recorder.assignment_file)
+        async with self._writing:
+            newest = self._assignments[recorder.policy]
+            await asyncio.to_thread(newest.write, recorder.assignment_file)
 
     async def _shown(self, recorder: Recorder) -> dict[str, Any]:
         """The assignment; and of each adapter, how many open sessions have it."""

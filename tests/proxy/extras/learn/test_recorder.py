@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -141,3 +142,12 @@ async def test_a_decision_is_shown_at_the_session_and_named_policies_stay(
     await proxy.control.add_reward(mine, Reward("x", 1.0))
     evaluated = await proxy.session(SessionKind.EVAL, metadata={"learn": "yes", "person": "ann"})
     assert (await proxy.control.get_turns(evaluated.trial_id))[0].policy_of("") == ""
+
+
+async def test_sessions_that_are_created_at_once_are_all_counted(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    proxy = await start_proxy(**learners(tmp_path))
+    ann = {"learn": "yes", "person": "ann"}
+    await asyncio.gather(*(proxy.session(metadata=ann) for _ in range(40)))
+    assert Assignment.read(tmp_path / "ann" / "assignment.json").created == 40
