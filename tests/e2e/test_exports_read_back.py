@@ -250,7 +250,7 @@ for row in rows:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["messages"])
+@pytest.mark.parametrize("name", ["messages", "dpo"])
 @needs(
     None
     if (TORCHVISION / ".ready").exists()
