@@ -355,8 +355,8 @@ class EngineView(Schema):
     """Number of tokens that the KV cache holds, if the engine reports it."""
     adapters: bool
     """Whether it samples with the LoRA adapters of policies."""
-    images: bool
-    """Whether it prepares images, and samples with them."""
+    images: bool | None
+    """Whether it prepares images, and samples with them; null: it has not been asked yet."""
     text_only: bool
     details: dict[str, Any]
 

@@ -2,8 +2,9 @@
 
 A message that has an image holds a mark in its text: the sha256 of the image's bytes between two
 noncharacters of Unicode. So whatever compares, stores and repeats texts does so with images, too,
-and their bytes are nowhere in messages, keys and logs. Invariant: texts of a request have no marks
-but those that its images were given (`wire.images`).
+and their bytes are nowhere in messages, keys and logs. Invariant: the texts of users and tools have
+no marks but those that images were given (`wire.images.settle`). In an assistant's text a mark is
+only what the model has sampled.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ def mark(sha256: str) -> str:
 def joined_blocks(texts: Iterable[str]) -> str:
     """The texts of a message's blocks: texts are on lines of their own; an image stands directly
     between the texts around it, as in chat templates."""
-    out = ""
-    for at, text in enumerate(texts):
-        apart = at and not out.endswith(MARK) and not text.startswith(MARK)
-        out = f"{out}\n{text}" if apart else out + text
-    return out
+    out, is_first, after_image = list[str](), True, False
+    for text in texts:
+        if not (is_first or after_image or text.startswith(MARK)):
+            out.append("\n")
+        out.append(text)
+        is_first, after_image = False, text.endswith(MARK) if text else after_image
+    return "".join(out)
 
 
 def parts(text: str) -> Iterator[tuple[str, str]]:
@@ -44,7 +47,12 @@ def parts(text: str) -> Iterator[tuple[str, str]]:
 
 def named(messages: Iterable[Message]) -> list[str]:
     """The sha256 of each image in the messages, in order, as often as it is there."""
-    return [found for each in messages if MARK in each.text for found in _MARKED.findall(each.text)]
+    return [
+        found
+        for each in messages
+        if MARK in each.text and each.role != "assistant"
+        for found in _MARKED.findall(each.text)
+    ]
 
 
 def rewritten(text: str, by: Callable[[str], str]) -> str:

@@ -126,8 +126,8 @@ class EngineInfo:
     """Number of tokens that the KV cache holds; None if the engine does not report it."""
     adapters: bool = False
     """Samples with a LoRA adapter if a call names one."""
-    images: bool = False
-    """Prepares images, and samples with them."""
+    images: bool | None = False
+    """Prepares images, and samples with them; None: it has not been asked yet."""
     text_only: bool = False
     """Does not report token ids; its answers are never trained."""
     details: dict[str, Any] = field(default_factory=dict)

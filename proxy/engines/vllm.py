@@ -50,7 +50,7 @@ from proxy.engines.protocol import Chunk, EngineInfo, PreparedImage, PromptImage
 from proxy.engines.upstream import ServerError, Upstream
 from proxy.engines.vllm_metrics import METRICS, cache_tokens, load_details
 from proxy.engines.vocabulary import KnownWords
-from proxy.errors import EngineError, EngineRefusal, UnreachableEngine
+from proxy.errors import EngineError, EngineRefusal
 from proxy.extra_registry import BINARY_ROUTE_CLIENT
 from proxy.records import Ids, RoutedExperts, VersionSpan
 from proxy.records.alternatives import MAX_ALTERNATIVES
@@ -67,6 +67,8 @@ FIRST_SEED = "first_seed"
 """Name of `Sampling.first_seed` among vLLM's `extra_args`."""
 REQUEST_PREFIX = "generate-tokens-"
 """vLLM puts this before the id of a request of this route."""
+MAX_HAD = 100_000
+"""Images that an engine is known to have had; vLLM's cache of 4 GiB holds fewer."""
 METRICS_TIMEOUT_S = 5.0
 """Short, because sampling does not depend on the metrics, and health checks wait for them."""
 
@@ -187,6 +189,7 @@ class VllmEngine(HttpEngine):
         self._has_frames: bool | None = None
         """Whether the server has the binary route; None: not known since it has last failed."""
         self._info.adapters = True
+        self._info.images = None if image_token is not None else False
         self._metrics_read = False
         self._sends_load = False
         self._is_vocabulary_known = False
@@ -226,17 +229,26 @@ class VllmEngine(HttpEngine):
                 if received.tokens or all(items):
                     raise
             else:
+                if len(self._had) > MAX_HAD:
+                    self._had.clear()
                 self._had.update(span.digest for span in spans)
                 return
 
     async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
+        """vLLM answers 500 for an image that has too many pixels: it can still prepare another
+        one, so the fault is the image's."""
         token = self._image_token
         if token is None:
             return await super().prepare(data, media_type)
         body = orjson.dumps(render_request(self._info.model, data, media_type))
-        return read_prepared(
-            await self._upstream.post(RENDER, body, timeout_s=CONTROL_TIMEOUT_S), token
-        )
+        try:
+            answer = await self._upstream.post(RENDER, body, timeout_s=CONTROL_TIMEOUT_S)
+            return read_prepared(answer, token)
+        except EngineError as error:
+            if data == PROBE or not (isinstance(error, ServerError) or error.status == 502):
+                raise
+            await self.prepare(PROBE, "image/png")  # raises if the fault is the engine's
+            raise EngineRefusal(error.message) from error
 
     async def _learn_images(self) -> None:
         """An engine without the model's tower, or without torchvision, prepares none."""
@@ -244,9 +256,9 @@ class VllmEngine(HttpEngine):
             return
         try:
             await self.prepare(PROBE, "image/png")
-        except UnreachableEngine:
-            return
         except (EngineError, EngineRefusal) as error:
+            if error.status == 503 and not isinstance(error, ServerError):
+                return  # it is unreachable, too slow or busy, and is asked again
             _log.warning("engine %s gets images as text: %s", self._info.name, error.message)
             self._reads_images = False
         else:

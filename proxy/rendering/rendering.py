@@ -372,11 +372,21 @@ class Rendering:
                     entry["content"], spelled = control.muted(entry["content"])
                     self.muted_tokens += spelled
         for entry in entries:
-            if MARK in entry["content"]:
+            if MARK in entry["content"] and entry["role"] in _OUTSIDERS:
                 entry["content"] = _with_images(entry["content"], images)
-            elif images and self._image_pad is not None and entry["role"] not in _OUTSIDERS:
-                entry["content"] = entry["content"].replace(*self._muted_image)
+        if images and self._image_pad is not None:
+            entries = [self._without_pads(entry) for entry in entries]
         return entries
+
+    def _without_pads(self, value: Any) -> Any:
+        """Texts, in any JSON, in which the word of an image's place is text."""
+        if isinstance(value, str):
+            return value.replace(*self._muted_image)
+        if isinstance(value, list):
+            return [self._without_pads(each) for each in value]
+        if isinstance(value, dict):
+            return {self._without_pads(k): self._without_pads(v) for k, v in value.items()}
+        return value
 
     def _image_ids(
         self, ids: Sequence[int], messages: Sequence[Message], images: Mapping[str, ImageSpan]
@@ -456,6 +466,8 @@ class Rendering:
         if self._system_first:
             messages = system_first(messages, from_the_start=True)
         entries = self._to_template(messages, images=images)
+        if images and self._image_pad is not None:
+            tools = self._without_pads(tools)
         try:
             ids: list[int] = self._renderer.render_ids(
                 entries, tools=tools or None, add_generation_prompt=generate

@@ -127,9 +127,10 @@ class Router:
         return min(known, default=None)
 
     @property
-    def reads_images(self) -> bool:
-        """Whether any replica prepares images."""
-        return any(info.images for info in self.infos)
+    def may_read_images(self) -> bool:
+        """Whether any replica prepares images, or may do so once it has been asked, or is still to
+        be added."""
+        return any(info.images is not False for info in self.infos) or not self._engines
 
     def image_readers(self) -> list[Engine]:
         """The replicas that prepare images, the healthy and least loaded ones first."""

@@ -428,8 +428,7 @@ class LiveCall:
             return
         assert sent is not None  # the images of a turn are those of its request
         with self._uninterrupted():
-            session_id, images = live.session.session_id, self.backend.images
-            await images.record(session_id, sorted(named - live.images), sent)
+            await self.backend.images.record(live, sorted(named - live.images), sent)
             live.images |= named
 
     async def _record_intent(self, turn: Turn, key: Key) -> None:

@@ -214,7 +214,7 @@ class AgentEndpoints:
         parse = partial(
             parse_call,
             *(exchange.dialect, body, headers, live.profile, backends),
-            images=self._calls.new_images(),
+            images=self._calls.new_images(live),
         )
         call = await asyncio.to_thread(parse) if body.is_large else parse()
         if call.unknown:

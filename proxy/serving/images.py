@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
+from weakref import WeakValueDictionary
 
 import aiohttp
+from msgspec import structs
 
 from proxy.conversation.images import named
 from proxy.conversation.messages import Conversation
@@ -36,6 +39,8 @@ from proxy.wire.images import (
     fetched_image,
 )
 
+_log = logging.getLogger(__name__)
+
 RenderPages = Callable[[bytes], Awaitable[tuple[list[bytes], int] | None]]
 """Gets a PDF; returns the first pages as PNG, and the number of all, or None."""
 KNOWN_IMAGES = 100_000
@@ -44,6 +49,8 @@ ITEMS_BYTES = 256 * 2**20
 """Limit of the preparations that are kept, which every engine gets once. A screenshot has 6 MB."""
 AT_ONCE = 4
 """Images of one request that are prepared at the same time."""
+DOCUMENTS_AT_ONCE = 2
+"""Documents of all requests that are rendered at the same time, each in a process."""
 LOOK_AGAIN_S = 0.5
 FETCH_S = 20.0
 """Seconds after which an image that is fetched from an URL is shown as text."""
@@ -66,11 +73,15 @@ class Images:
         self._items: OrderedDict[str, str] = OrderedDict()
         """By digest."""
         self._items_bytes = 0
+        self._learning: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By sha256: held by the request that prepares the image, for which others wait."""
+        self._documents = asyncio.Semaphore(DOCUMENTS_AT_ONCE)
 
-    def new(self) -> SentImages | None:
+    def new(self, live: LiveSession) -> SentImages | None:
         """Takes the images of a request; None: no engine reads them, and they are shown as
         texts."""
-        if self._rendering.image_token is None or not self._router.reads_images:
+        may_read = self._router.may_read_images or live.tree.has_images
+        if self._rendering.image_token is None or not may_read:
             return None
         return SentImages(self._urls, documents=self._pages is not None)
 
@@ -79,10 +90,10 @@ class Images:
     ) -> list[Note]:
         """Fills `Conversation.images`. An image that no engine can read, or that cannot be fetched,
         is shown as a text, which the notes name. Raises EngineError."""
-        if sent.linked:
-            await self._make(sent, live)
+        linked = [name for name in named(conversation.messages) if name in sent.linked]
+        if linked:
+            await self._make(linked, sent, live)
             sent.fetched(conversation.messages, live.made_images)
-        sent.shown_in(conversation.messages, set())
         names = list(dict.fromkeys(named(conversation.messages)))
         nodes = live.tree.nodes if names else []
         recorded = {image.sha256: image for node in nodes for image in node.images}
@@ -90,10 +101,9 @@ class Images:
 
         async def learn_one(sha256: str) -> None:
             image = recorded.get(sha256)
-            if image is None and sha256 not in self._known:
-                async with room:
-                    await self._learn(sent.found[sha256])
-            image = image or self._known[sha256]
+            if image is None:
+                async with room, self._lock(sha256):
+                    image = await self._learn(sent.found[sha256])
             if image is None:
                 unread.add(sha256)
             else:
@@ -104,10 +114,10 @@ class Images:
             sent.shown_in(conversation.messages, unread)
         shown = [sent.found[sha256].shown for sha256 in sorted(unread)]
         made = live.made_images
-        shown += [link.shown for name, link in sent.linked.items() if made[name] is None]
+        shown += [sent.linked[name].shown for name in linked if made[name] is None]
         return [Note("shown_as_text", "image", "messages", text) for text in shown]
 
-    async def _make(self, sent: SentImages, live: LiveSession) -> None:
+    async def _make(self, linked: Sequence[str], sent: SentImages, live: LiveSession) -> None:
         """Each URL and each document once for a session, whose history then stays what it is."""
         room, made = asyncio.Semaphore(AT_ONCE), live.made_images
 
@@ -118,8 +128,8 @@ class Images:
                 else:
                     made[name] = await self._rendered(link.document or "", link.shown)
 
-        new = [(name, link) for name, link in sent.linked.items() if name not in made]
-        await asyncio.gather(*(make(*each) for each in new))
+        new = [name for name in dict.fromkeys(linked) if name not in made]
+        await asyncio.gather(*(make(name, sent.linked[name]) for name in new))
 
     async def _rendered(self, document: str, shown: str) -> Made | None:
         assert self._pages is not None  # otherwise there are no documents
@@ -127,7 +137,8 @@ class Images:
             data = binascii.a2b_base64(document)
         except (binascii.Error, ValueError):
             return None
-        found = await self._pages(data)
+        async with self._documents:
+            found = await self._pages(data)
         if found is None:
             return None
         pages, count = found
@@ -136,28 +147,41 @@ class Images:
         whole = [image for image in images if image is not None]
         return (whole, rest) if whole and len(whole) == len(pages) else None
 
-    async def record(self, session_id: str, names: Sequence[str], sent: SentImages) -> None:
+    async def record(self, live: LiveSession, names: Sequence[str], sent: SentImages) -> None:
         """Stores images that a turn of the session is going to name. Raises StoreError and
         SessionError."""
         images = [sent.found[name] for name in names]
         stored = [RecordedImage(each.sha256, each.media_type, each.data) for each in images]
-        await self._store.add_images(session_id, stored)
+        await self._store.add_images(live.session.session_id, stored)
+        _forget_bytes(live, set(names))
 
     def of_prompt(self, spans: tuple[ImageSpan, ...]) -> PromptImages | None:
         """The images of a prompt, for an engine."""
         return PromptImages(spans, self._item) if spans else None
 
-    async def _learn(self, image: SentImage) -> None:
+    def _lock(self, sha256: str) -> asyncio.Lock:
+        return self._learning.setdefault(sha256, asyncio.Lock())
+
+    async def _learn(self, image: SentImage) -> ImageSpan | None:
+        """None: no engine can read it. Raises EngineError."""
+        if image.sha256 in self._known:
+            return self._known[image.sha256]
         try:
             made = await self._prepared(image.data, image.media_type)
         except EngineRefusal:
-            self._remember(image.sha256, None)
-            return
+            if self._router.may_read_images:
+                self._remember(image.sha256, None)
+            return None
         span = ImageSpan(0, made.tokens, made.token, made.digest, image.sha256, made.grid)
         self._keep(made)
         self._remember(image.sha256, span)
+        return span
 
     async def _item(self, span: ImageSpan) -> str:
+        async with self._lock(span.sha256):
+            return await self._item_alone(span)
+
+    async def _item_alone(self, span: ImageSpan) -> str:
         item = self._items.get(span.digest)
         if item is not None:
             self._items.move_to_end(span.digest)
@@ -168,7 +192,11 @@ class Images:
         try:
             made = await self._prepared(image.data, image.media_type)
         except EngineRefusal as error:
-            raise ImageError(f"image {span.sha256}: {error.message}") from error
+            _log.warning("image %s: %s", span.sha256, error.message)
+            raise ImageError(
+                f"image {span.sha256} was recorded, but the engine refuses it now; the proxy's log "
+                "has its message"
+            ) from error
         if (made.digest, made.tokens) != (span.digest, span.tokens):
             raise ImageError(
                 f"image {span.sha256} was recorded as {span.tokens} tokens of {span.digest}, but "
@@ -179,7 +207,8 @@ class Images:
         return made.item
 
     async def _prepared(self, data: bytes, media_type: str) -> PreparedImage:
-        """What the first engine that can makes of it. Raises EngineError and EngineRefusal."""
+        """What the first engine that can makes of it. Raises EngineError, and EngineRefusal: it
+        cannot be read, or no engine reads images."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._router.patience_s
         while True:
@@ -189,11 +218,15 @@ class Images:
                     return await engine.prepare(data, media_type)
                 except EngineError as error:
                     failure = error
+            if not self._router.may_read_images:
+                raise EngineRefusal("no engine reads images")
             left_s = deadline - loop.time()
             if left_s <= 0:
-                raise EngineError("no engine prepared an image of the request; try again") from (
-                    failure
-                )
+                _log.warning("no engine prepared an image: %s", failure.message)
+                raise EngineError(
+                    "no engine prepared an image of the request within "
+                    f"{self._router.patience_s:g} s; try again"
+                ) from failure
             await self._router.until_joined(min(left_s, LOOK_AGAIN_S))
 
     def _remember(self, sha256: str, span: ImageSpan | None) -> None:
@@ -207,6 +240,17 @@ class Images:
             self._items_bytes += len(made.item)
         while self._items_bytes > ITEMS_BYTES and len(self._items) > 1:
             self._items_bytes -= len(self._items.popitem(last=False)[1])
+
+
+def _forget_bytes(live: LiveSession, stored: set[str]) -> None:
+    """Leaves the bytes of fetched and rendered images to the store, which has them now."""
+    for name, made in live.made_images.items():
+        if made is not None and any(image.text and image.sha256 in stored for image in made[0]):
+            images = [
+                structs.replace(image, text="") if image.sha256 in stored else image
+                for image in made[0]
+            ]
+            live.made_images[name] = images, made[1]
 
 
 async def _fetched(url: str, shown: str) -> Made | None:

@@ -61,9 +61,9 @@ class IncomingCalls:
         """The tools of a provider that the proxy runs."""
         return self._backend.provider_tools.offered
 
-    def new_images(self) -> SentImages | None:
+    def new_images(self, live: LiveSession) -> SentImages | None:
         """Takes the images of a request; None: they are shown as texts."""
-        return self._backend.images.new()
+        return self._backend.images.new(live)
 
     async def open(self, live: LiveSession, request: Call, caller: Caller) -> LiveCall:
         """Returns the running call that answers the request. The caller must watch it at once.

@@ -8,20 +8,18 @@ Any other body is refused before it is decoded, or by one pass over its levels.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import orjson
 from msgspec.structs import replace
 
 from proxy.conversation import Conversation, Message
-from proxy.conversation.images import MARK
 from proxy.conversation.json_values import is_deeper, loads
 from proxy.errors import RequestError
 from proxy.settings.profiles import AgentProfile
 from proxy.wire.dialect import Call, Dialect, Headers
 from proxy.wire.fields import Fields, Note
-from proxy.wire.images import SentImages
+from proxy.wire.images import SentImages, settle
 
 MAX_NESTING = 128
 """Levels of objects and lists in a body. orjson can write 254 levels; answers and engine requests
@@ -90,36 +88,19 @@ def parse_call(
     fields = parse_body(body)
     fields.backends, fields.images = backends, images
     call = dialect.parse(fields, headers)
-    sent = images
-    if sent is not None and sent.marks != marks_in(call):  # a text has some of its own, perhaps
-        sent, fields = sent.again(), Fields(_without_marks(loads(body.data)))
-        fields.backends, fields.images = backends, sent
-        call = dialect.parse(fields, headers)
-    if sent is not None and sent.marks:
-        call.images = sent
+    referring = call.referring
+    if settle(call.conversation.messages if referring is None else referring.items, images):
+        call.images = images
+    if call.conversation.prefill is not None:
+        begun = Message("assistant", call.conversation.prefill)
+        settle([begun], images)
+        call.conversation.prefill = begun.text
     call.notes = fields.notes
     call.notes += scrub(call.conversation, profile)
     refers = call.referring is not None or call.conversation.continues is not None
     call.is_small = len(body.data) <= SMALL_BYTES and not refers
     call.is_large = body.is_large
     return call
-
-
-def marks_in(call: Call) -> int:
-    """Number of characters of `conversation.images.MARK` in the texts of a call."""
-    items = call.conversation.messages if call.referring is None else call.referring.items
-    return sum(item.text.count(MARK) for item in items if isinstance(item, Message))
-
-
-def _without_marks(value: Any) -> Any:
-    """JSON in which no string has a character that stands for an image."""
-    if isinstance(value, str):
-        return value.replace(MARK, "\N{REPLACEMENT CHARACTER}")
-    if isinstance(value, list):
-        return [_without_marks(each) for each in value]
-    if isinstance(value, dict):
-        return {_without_marks(name): _without_marks(each) for name, each in value.items()}
-    return value
 
 
 def scrub(conversation: Conversation, profile: AgentProfile) -> list[Note]:

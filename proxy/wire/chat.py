@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from proxy.conversation.free_form import FREE_FORM, free_arguments, free_text
+from proxy.conversation.images import joined_blocks
 from proxy.conversation.messages import Conversation, Message, Role, ToolCall, normalised
 from proxy.errors import ContextOverflow, ProxyError, RequestError
 from proxy.records import FinishReason
@@ -247,7 +248,7 @@ def _parse_assistant(fields: Fields) -> Message:
             thoughts.append(held.text("thinking" if kind == "thinking" else "text", ""))
         elif kind not in ("redacted_thinking", "tool_use"):
             texts.append(block_text(held))
-    return Message("assistant", "\n".join(texts), "\n".join(thoughts) or None)
+    return Message("assistant", joined_blocks(texts), "\n".join(thoughts) or None)
 
 
 def parse_content(fields: Fields, name: str) -> str:

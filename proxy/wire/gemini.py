@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from proxy.conversation.images import joined_blocks
 from proxy.conversation.messages import (
     Conversation,
     Message,
@@ -218,7 +219,7 @@ def parse_messages(request: Fields) -> list[Message]:
             else:
                 texts.append(_part_text(part))
         if texts or not parts:
-            messages.append(Message("user", "\n".join(texts)))
+            messages.append(Message("user", joined_blocks(texts)))
     return messages
 
 
@@ -355,7 +356,8 @@ def _result(response: Fields, open_calls: list[ToolCall]) -> Message:
     if len(value) == 1:
         ((key, only),) = value.items()
         text = only if key in _RESULT_NAMES and isinstance(only, str) else text
-    return Message("tool", text, tool_call_id=call_id)
+    texts = [text, *(_part_text(_camel(part)) for part in response.objects("parts"))]
+    return Message("tool", joined_blocks(texts), tool_call_id=call_id)
 
 
 def _texts(content: Fields) -> list[str]:
@@ -367,11 +369,24 @@ def _part_text(part: Fields) -> str:
         return part.text("text")
     for name in ("inlineData", "fileData"):
         if part.get(name) is not None:
-            kind = _camel(part.child(name)).text("mimeType", "a file")
-            return f"[{kind}: this model reads only text]"
+            return _data_text(part, _camel(part.child(name)))
     known = {"thoughtSignature", "thought", "videoMetadata", "mediaResolution"}
     shown = {name: value for name, value in part.data.items() if name not in known}
     return orjson.dumps(shown).decode() if shown else ""
+
+
+def _data_text(part: Fields, data: Fields) -> str:
+    """The image in a part, or the text that stands for what it holds."""
+    kind = data.text("mimeType", "a file")
+    text = f"[{kind}: this model reads only text]"
+    if part.images is None:
+        return text
+    source: dict[str, Any] = {"type": "base64", "data": data.get("data")}
+    if data.get("fileUri") is not None:
+        source = {"type": "url", "url": data.get("fileUri")}
+    block = {"type": "document" if kind == "application/pdf" else "image", "source": source}
+    taken = part.images.taken(block, text)
+    return text if taken is None else taken
 
 
 def _parts(call: Call, message: Message) -> Iterator[dict[str, Any]]:

@@ -16,16 +16,19 @@ import hashlib
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from secrets import token_hex
 from typing import Any
 
 import msgspec
 
-from proxy.conversation.images import mark, rewritten
+from proxy.conversation.images import MARK, joined_blocks, mark, rewritten
 from proxy.conversation.messages import Message
 
 MAX_BYTES = 20 * 2**20
 """Of one image."""
+MAX_TEXT_CHARS = MAX_BYTES * 3 // 2
+"""Of its base64, which may have line breaks."""
 KNOWN_BYTES = 64 * 2**20
 MAX_IMAGES = 1000
 """Of one request, each counted once."""
@@ -40,7 +43,7 @@ _SIGNATURES = (
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 _PDF = "JVBERi"
 """`%PDF` in base64."""
-_READ_BY = ("user", "tool")
+READ_BY = ("user", "tool")
 """Chat templates have images in the messages of these roles."""
 
 
@@ -58,7 +61,7 @@ class SentImage(msgspec.Struct, frozen=True):
 
     @property
     def data(self) -> bytes:
-        return binascii.a2b_base64(self.text)
+        return _decoded(self.text)
 
 
 class SentLink(msgspec.Struct, frozen=True):
@@ -113,7 +116,10 @@ _KNOWN_TEXTS = KnownTexts()
 
 
 class SentImages:
-    """Takes the images of one request out of its blocks."""
+    """Takes the images of one request out of its blocks.
+
+    Until `settle`, they have marks that no text can have, because they name this object.
+    """
 
     def __init__(self, urls: Sequence[str] = (), *, documents: bool = False) -> None:
         """`urls`: beginnings of those from which images are fetched. `documents`: whether pages of
@@ -125,8 +131,8 @@ class SentImages:
         there."""
         self._urls = tuple(urls)
         self._documents = documents
-        self.marks = 0
-        """Number of characters `MARK` that were returned."""
+        self._name = token_hex(8)
+        self._own = re.compile(f"{MARK}{self._name}([0-9a-f]{{64}}){MARK}")
 
     def taken(self, block: dict[str, Any], shown: str) -> str | None:
         """The mark of the image that a block holds; None if it has no bytes (a URL, a file's id),
@@ -142,7 +148,7 @@ class SentImages:
         if document is not None:
             return self._link(document, SentLink(shown, document=document))
         text = _base64(block)
-        if text is None or len(text) * 3 // 4 > MAX_BYTES + 2:
+        if text is None or len(text) > MAX_TEXT_CHARS:
             return None
         known = _KNOWN_TEXTS.get(text)
         if known is None:
@@ -152,22 +158,27 @@ class SentImages:
             if len(self.found) == MAX_IMAGES:
                 return None
             self.found[sha256] = SentImage(sha256, media_type, text, shown)
-        self.marks += 2
-        return mark(sha256)
+        return self._marked(sha256)
 
     def _link(self, content: str, link: SentLink) -> str:
         name = hashlib.sha256(content.encode()).hexdigest()
         self.linked[name] = link
-        self.marks += 2
-        return mark(name)
+        return self._marked(name)
 
-    def again(self) -> SentImages:
-        """For another reading of the same request."""
-        return SentImages(self._urls, documents=self._documents)
+    def _marked(self, name: str) -> str:
+        return f"{MARK}{self._name}{name}{MARK}"
+
+    def split(self, text: str) -> list[str]:
+        """The text before the first image, its name, the text up to the next one, …"""
+        return self._own.split(text)
+
+    def shown(self, name: str) -> str:
+        """The text that stands for an image or a link where no model reads it."""
+        return (self.linked.get(name) or self.found[name]).shown
 
     def fetched(self, messages: list[Message], made: Mapping[str, Made | None]) -> None:
         """Puts the images in the place of what they were made of; None: a text."""
-        for name in self.linked:
+        for name in self.linked.keys() & made.keys():
             for image in (made[name] or ([], ""))[0]:
                 self.found.setdefault(image.sha256, image)
 
@@ -180,18 +191,44 @@ class SentImages:
             return "".join(mark(image.sha256) for image in images) + rest
 
         for message in messages:
-            message.text = rewritten(message.text, there)
+            if message.role in READ_BY:
+                message.text = rewritten(message.text, there)
 
     def shown_in(self, messages: list[Message], unread: set[str]) -> None:
-        """Shows images as texts: those of roles whose images no chat template has, and those whose
-        sha256 is in `unread`."""
+        """Shows the images as texts whose sha256 is in `unread`."""
 
         def there(sha256: str) -> str:
-            return self.found[sha256].shown if sha256 in hidden else mark(sha256)
+            return self.found[sha256].shown if sha256 in unread else mark(sha256)
 
         for message in messages:
-            hidden = unread if message.role in _READ_BY else self.found.keys()
-            message.text = rewritten(message.text, there)
+            if message.role in READ_BY:
+                message.text = rewritten(message.text, there)
+
+
+def settle(messages: Iterable[Any], sent: SentImages | None) -> bool:
+    """Gives the images of a request their marks, once it is parsed; shows those of roles whose
+    images no chat template has as texts. Of other texts, those that could be taken for marks lose
+    them; an assistant's stay as they are, because they may have been sampled, and stand for
+    nothing there. Returns whether there is an image.
+
+    Args:
+        messages: those of the request; what is not one is left out.
+    """
+    found = False
+    for message in messages:
+        if not isinstance(message, Message) or MARK not in message.text:
+            continue
+        pieces = [message.text] if sent is None else sent.split(message.text)
+        texts, names = pieces[::2], pieces[1::2]
+        if message.role != "assistant":
+            texts = [text.replace(MARK, "\N{REPLACEMENT CHARACTER}") for text in texts]
+        is_read = message.role in READ_BY
+        found = found or (is_read and bool(names))
+        pieces[::2] = texts
+        if sent is not None:
+            pieces[1::2] = [mark(name) if is_read else sent.shown(name) for name in names]
+        message.text = "".join(pieces) if is_read else joined_blocks(filter(None, pieces))
+    return found
 
 
 def _url(block: dict[str, Any]) -> str | None:
@@ -242,11 +279,23 @@ def _text(value: Any, *, bare: bool) -> str | None:
 
 def _read(text: str) -> tuple[str, str] | None:
     try:
-        data = binascii.a2b_base64("".join(text.split()), strict_mode=True)
-    except (binascii.Error, ValueError):
+        data = _decoded(text)
+    except ValueError:
         return None
     media_type = _media_type(data)
-    return None if media_type is None else (hashlib.sha256(data).hexdigest(), media_type)
+    if media_type is None or len(data) > MAX_BYTES:
+        return None
+    return hashlib.sha256(data).hexdigest(), media_type
+
+
+def _decoded(text: str) -> bytes:
+    """Of base64 with white space, or with the alphabet of URLs, which Google's clients send, with
+    its padding or without. Raises ValueError."""
+    digits = text.encode("ascii").translate(_STANDARD, b" \t\r\n\f\v").rstrip(b"=")
+    return binascii.a2b_base64(digits + b"=" * (-len(digits) % 4), strict_mode=True)
+
+
+_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 
 def _media_type(data: bytes) -> str | None:

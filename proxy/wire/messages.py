@@ -283,7 +283,7 @@ def _answer(blocks: list[Fields], *, searches: bool) -> Message:
             texts.append(block.optional_text("content") or block_text(block))
         elif kind != "redacted_thinking":
             texts.append(block_text(block))
-    message.text = "\n".join(text for text in texts if text)
+    message.text = joined_blocks(filter(None, texts))
     message.reasoning = "\n".join(thoughts) or None
     return message
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.conversation.images import MARK, joined_blocks, mark, named, parts
-from proxy.conversation.messages import Message
+from proxy.conversation.messages import Message, Role
 from proxy.wire import images
-from proxy.wire.images import SentImages
+from proxy.wire.images import SentImages, settle
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels" * 20
 TEXT = base64.b64encode(PNG).decode()
@@ -36,10 +36,16 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
+def settled(sent: SentImages, text: str | None, role: Role = "user") -> str:
+    message = Message(role, text or "")
+    settle([message], sent)
+    return message.text
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_dialect_gives_the_bytes_that_came(name: str) -> None:
     sent = SentImages()
-    assert sent.taken(BLOCKS[name], SHOWN) == mark(NAME)
+    assert settled(sent, sent.taken(BLOCKS[name], SHOWN)) == mark(NAME)
     (image,) = sent.found.values()
     assert (image.sha256, image.media_type, image.data) == (NAME, "image/png", PNG)
 
@@ -73,7 +79,6 @@ def test_type_is_that_of_the_bytes(start: bytes, kind: str) -> None:
         {"type": "image"},
         {"type": "input_image", "image_url": "data:image/svg+xml;base64,PHN2Zz4="},
         {"type": "input_image", "image_url": "data:image/png;base64,AAA*"},
-        {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo"},
         {"type": "input_image", "image_url": "data:image/png;base64,é"},
     ],
 )
@@ -85,23 +90,28 @@ def test_what_holds_no_image_stays_text(block: dict[str, Any]) -> None:
 
 def test_image_beyond_a_bound_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may stand in a history, so that a refusal would end the trial."""
+    other = base64.b64encode(PNG + b"large").decode()
     monkeypatch.setattr(images, "MAX_BYTES", len(PNG) - 9)
-    assert SentImages().taken(BLOCKS["chat"], SHOWN) is None
+    assert (
+        SentImages().taken({"type": "input_image", "image_url": f"data:;base64,{other}"}, "")
+        is None
+    )
     monkeypatch.undo()
     monkeypatch.setattr(images, "MAX_IMAGES", 1)
     sent = SentImages()
     other = base64.b64encode(PNG + b"x").decode()
     assert sent.taken(BLOCKS["chat"], SHOWN) is not None
     assert sent.taken({"type": "input_image", "image_url": f"data:;base64,{other}"}, "") is None
-    assert sent.taken(BLOCKS["messages"], SHOWN) == mark(NAME)
+    assert settled(sent, sent.taken(BLOCKS["messages"], SHOWN)) == mark(NAME)
 
 
 def test_images_that_cannot_be_taken_are_shown_in_their_place() -> None:
     sent = SentImages()
-    sent.taken(BLOCKS["chat"], SHOWN)
+    sent_text = f"See {sent.taken(BLOCKS['chat'], SHOWN)}."
+    roles: tuple[Role, ...] = ("system", "user", "tool")
+    messages = [Message(role, sent_text) for role in roles]
+    assert settle(messages, sent)
     text = f"See {mark(NAME)}."
-    messages = [Message("system", text), Message("user", text), Message("tool", text)]
-    sent.shown_in(messages, set())
     shown = f"See \n{SHOWN}\n."  # as with a model that reads only text
     assert [each.text for each in messages] == [shown, text, text]
     sent.shown_in(messages, {NAME})
