@@ -31,10 +31,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
 
 from proxy.engines.address import EngineAddress
+from proxy.engines.images import read_prepared, render_request
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.rendering.tokenizer import load_tokenizer
 from tests.e2e.images.checkpoints import CONTEXT_TOKENS, MODELS
 from tests.e2e.images.engine import MODEL, ImageEngine, Prompt, Sampled, data_url, encoded, noise
+from trainer.extras.images.pixels import Processor
 
 BLOCK_TOKENS = 32
 EXIF_ORIENTATION = 0x0112
@@ -168,6 +170,7 @@ async def _found(engine: ImageEngine, own: Own, folder: Path) -> dict[str, Any]:
         "rendering": await _rendering(engine, own.kind, folder),
         "logprobs": await _logprobs(engine, own),
         "pixels": await _pixels(engine, own),
+        "same digests": [] if own.kind == "gemma3" else await _same_digests(engine, own, folder),
         "cache": await _cache(engine),
         "turns": await _turns(engine, own),
         "image tokens as text": await _image_tokens_as_text(engine, own),
@@ -259,15 +262,14 @@ def _mean(differences: np.ndarray) -> float:
     return float(np.abs(differences).mean())
 
 
-async def _pixels(engine: ImageEngine, own: Own) -> dict[str, list[str]]:
-    """Kind of image → how Pillow must read it for transformers to make the engine's pixels of it,
-    bit for bit."""
+def _pictures() -> dict[str, bytes]:
+    """Kind of image → such an image."""
     picture = noise(5, 200, 120)
     clear = picture.copy()
     clear.putalpha(Image.fromarray(np.asarray(noise(6, 200, 120))[..., 0]))
     turned = Image.Exif()
     turned[EXIF_ORIENTATION] = 6
-    given = {
+    return {
         "RGB": encoded(picture),
         "grey": encoded(picture.convert("L")),
         "palette": encoded(picture.convert("P")),
@@ -276,8 +278,13 @@ async def _pixels(engine: ImageEngine, own: Own) -> dict[str, list[str]]:
         "WebP": encoded(picture, "WEBP", lossless=True),
         "GIF": encoded(picture, "GIF", save_all=True, append_images=[noise(7, 200, 120)]),
     }
+
+
+async def _pixels(engine: ImageEngine, own: Own) -> dict[str, list[str]]:
+    """Kind of image → how Pillow must read it for transformers to make the engine's pixels of it,
+    bit for bit."""
     found = {}
-    for name, data in given.items():
+    for name, data in _pictures().items():
         prompt = await engine.prepare([data, "what is this"])
         item = decode_mm_kwargs_item(prompt.data[0])
         engines = item["pixel_values"].data
@@ -286,6 +293,19 @@ async def _pixels(engine: ImageEngine, own: Own) -> dict[str, list[str]]:
             for way, read in WAYS.items()
             if torch.equal(own.pixels(read(data)).reshape(engines.shape), engines)
         ]
+    return found
+
+
+async def _same_digests(engine: ImageEngine, own: Own, folder: Path) -> list[str]:
+    """The kinds of images of which the trainer's digest is the proxy's, with the same grid."""
+    processor = Processor(folder)
+    found = []
+    for name, data in _pictures().items():
+        answer = await engine.rendered(render_request(MODEL, data, "image/png"))
+        prepared = read_prepared(json.dumps(answer).encode(), own.image_token)
+        pixels = processor.pixels(data)
+        if (prepared.digest, prepared.grid) == (pixels.digest, tuple(pixels.grid.tolist())):
+            found.append(name)
     return found
 
 

@@ -103,11 +103,14 @@ class ImageEngine:
         ]
         return await self.render([{"role": "user", "content": content}])
 
-    async def render(self, messages: list[Json], **more: Any) -> Prompt:
-        body = {"model": MODEL, "messages": messages, **more}
+    async def rendered(self, body: Json) -> Json:
         status, answer = await self._post(RENDER, body)
         if status != 200:
             raise ValueError(f"{RENDER}: {status} {answer}")
+        return answer
+
+    async def render(self, messages: list[Json], **more: Any) -> Prompt:
+        answer = await self.rendered({"model": MODEL, "messages": messages, **more})
         features = answer["features"] or {"mm_hashes": {"image": []}}
         ids = answer["token_ids"]
         data = (features.get("kwargs_data") or {}).get("image", [])
