@@ -40,6 +40,8 @@ def checkpoint(family: str) -> Path:
     """The family's checkpoint in the cache."""
     folder = CACHE / "checkpoints" / family
     if not (folder / "chat_template.jinja").exists():
+        if not PACKAGES.exists():
+            sys.exit(f"{PACKAGES} does not exist: python -m benchmarks.install recipes makes it")
         write_family(FAMILIES[family], folder, PACKAGES)
     return folder
 
