@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learn import world
-from benchmarks.learn.daily import User, engine, make_model, show
+from benchmarks.learn.daily import User, engine, show
 from benchmarks.learn.harm import forgotten, poison, swaps, worse
+from benchmarks.learn.model import make_model
 
 _SHOWN = ("gate", "canary", "promote", "rollback")
 _NOT_SHOWN = ("hash", "previous", "at")

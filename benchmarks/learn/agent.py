@@ -51,6 +51,7 @@ def shell(line: str, folder: Path) -> str:
             cwd=folder,
             capture_output=True,
             text=True,
+            encoding="utf-8",
             timeout=COMMAND_S,
             errors="replace",
         )

@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -24,6 +23,7 @@ import aiohttp
 import yaml
 
 from benchmarks.learn import agent, world
+from benchmarks.learn.model import MODEL
 from proxy.client import ProxyClient, SessionHandle
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.extras.learn.client import LearnClient
@@ -35,11 +35,6 @@ from trainer.extras.learn.config import LearnConfig, read_config
 from trainer.extras.learn.learner import DailyLearner
 from trainer.policy.adapter import adapter_arguments
 
-MODEL = Path(".cache/learn/model")
-RECIPE = (
-    *("--expert", "benchmarks.learn.expert:transcript", "--transcripts", "3000", "--epochs", "4"),
-    *("--lengths", "mixed", "--max-loss", "0.2"),
-)
 _NOT_SHOWN = ("hash", "previous", "at")
 ADMIN_KEY = "admin-key-of-the-benchmark"
 
@@ -58,11 +53,11 @@ class User:
 
     async def react(self, control: ProxyClient, session: str, folder: Path, *, liked: bool) -> None:
         says_liked = liked != (self.rng.random() < self.wrong)
-        made = int(world.git(folder, "rev-list", "--count", "HEAD")) > 1
+        made = world.commits(folder) > 1
         if self.rng.random() < self.says or not made:
             await control.curate(session, value=float(says_liked))
         elif not says_liked:
-            world.git(folder, "revert", "--no-edit", "HEAD")
+            world.revert(folder)
 
 
 @dataclass
@@ -153,7 +148,7 @@ async def recorder(folder: Path, engine_url: str, section: dict[str, Any]) -> As
     port = free_port("127.0.0.1")
     config = folder / "recorder.yaml"
     extra = {"target": TARGET, "settings": {"recorders": [section]}}
-    config.write_text(yaml.safe_dump({"extras": [extra]}))
+    config.write_text(yaml.safe_dump({"extras": [extra]}), encoding="utf-8")
     command = [
         *(sys.executable, "-m", "proxy", "serve", "--config", str(config)),
         *("--model", str(MODEL), "--engine", engine_url, "--port", str(port)),
@@ -169,7 +164,7 @@ async def recorder(folder: Path, engine_url: str, section: dict[str, Any]) -> As
         assert process.stdout is not None
         try:
             line = (await process.stdout.readline()).decode()
-            assert "recording proxy" in line, (folder / "recorder.log").read_text()
+            assert "recording proxy" in line, (folder / "recorder.log").read_text(encoding="utf-8")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
@@ -191,7 +186,7 @@ def learn_yaml(folder: Path, url: str, engine_url: str, seed: int, **more: Any) 
         "seed": seed,
     }
     path = folder / "learn.yaml"
-    path.write_text(yaml.safe_dump(values | more))
+    path.write_text(yaml.safe_dump(values | more), encoding="utf-8")
     return read_config(path)
 
 
@@ -209,10 +204,3 @@ async def show(
             aiohttp.ClientSession() as http,
         ):
             yield Show(control, http, learner, folder, user, random.Random(seed))
-
-
-def make_model() -> None:
-    """Makes the model, in about five minutes, if it is not there."""
-    command = [sys.executable, "-m", "examples.starter_model", *RECIPE, "--out", str(MODEL)]
-    MODEL.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(command, check=True)

@@ -79,9 +79,22 @@ def new_repository(folder: Path) -> None:
 
 def git(folder: Path, *words: str) -> str:
     done = subprocess.run(
-        ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+        ["git", "-C", str(folder), *words],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
     )
     return done.stdout.strip()
+
+
+def commits(folder: Path) -> int:
+    return int(git(folder, "rev-list", "--count", "HEAD"))
+
+
+def revert(folder: Path) -> None:
+    """Takes back the last commit by another one."""
+    git(folder, "revert", "--no-edit", "HEAD")
 
 
 def is_done(folder: Path, job: Job) -> bool:

@@ -250,7 +250,7 @@ class ControlPlane:
         refusals=(404,),
         other_types=MEDIA_TYPES,
     )
-    async def _image(self, request: web.Request) -> web.Response:
+    async def _session_image(self, request: web.Request) -> web.Response:
         session, sha256 = await self._session(request), request.match_info["sha256"]
         turns = await self._store.get_turns(session.session_id)
         named = any(image.sha256 == sha256 for turn in turns for image in turn.images)

@@ -576,8 +576,8 @@ def _emit_places(renderer: Renderer) -> bool:
     if getattr(getattr(renderer, "config", None), "add_vision_id", False):
         return False  # it numbers images, which it cannot in a turn that is appended
     grid = {"pixel_values": None, "image_grid_thw": None}
-    renderer._image_pad = IMAGE
-    renderer._process_image = lambda part: (None, grid, 1, "")
+    own = {"_image_pad": IMAGE, "_process_image": lambda part: (None, grid, 1, "")}
+    vars(renderer).update(own)
     return True
 
 

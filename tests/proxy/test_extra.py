@@ -31,6 +31,7 @@ from proxy import extra_registry
 extra_registry.EXTRAS.clear()
 extra_registry.COMMANDS = ()
 extra_registry.BINARY_ROUTE_CLIENT = extra_registry.BINARY_ROUTE_SERVER = None
+extra_registry.PDF_PAGES = None
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 from proxy.app import build_app
