@@ -228,6 +228,7 @@ class VllmEngine(HttpEngine):
             except ServerError:
                 if received.tokens or all(items):
                     raise
+                self._had.clear()
             else:
                 if len(self._had) > MAX_HAD:
                     self._had.clear()

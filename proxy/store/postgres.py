@@ -375,9 +375,9 @@ async def _delete_rows(
     connection: asyncpg.Connection, session_ids: Sequence[str], tables: Sequence[str]
 ) -> None:
     """Deletes the sessions' rows in these tables, and images that no other session has."""
-    images = [row[0] for row in await connection.fetch(statements.IMAGES_OF, session_ids)]
-    if images:
-        await connection.execute(statements.REMOVING_IMAGES, IMAGES_LOCK)
+    await connection.execute(statements.REMOVING_IMAGES, IMAGES_LOCK)
+    gone = await connection.fetch(statements.REMOVE_SESSION_IMAGES, session_ids)
+    images = sorted({row[0] for row in gone})
     for table in tables:
         sql = f"DELETE FROM {table} WHERE session_id = ANY($1::text[])"
         await connection.execute(sql, session_ids)

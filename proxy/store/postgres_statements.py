@@ -40,7 +40,9 @@ HAS_IMAGE = (
     " WHERE session_id = $1 ON CONFLICT (session_id, sha256) DO UPDATE SET sha256 = excluded.sha256"
 )
 IMAGE = f"SELECT {rows.IMAGE_COLUMNS} FROM images WHERE sha256 = $1"
-IMAGES_OF = "SELECT DISTINCT sha256 FROM session_images WHERE session_id = ANY($1::text[])"
+REMOVE_SESSION_IMAGES = (
+    "DELETE FROM session_images WHERE session_id = ANY($1::text[]) RETURNING sha256"
+)
 REMOVE_UNUSED_IMAGES = (
     "DELETE FROM images WHERE sha256 = ANY($1::text[])"
     " AND NOT EXISTS (SELECT 1 FROM session_images s WHERE s.sha256 = images.sha256)"
@@ -97,16 +99,7 @@ MARKS = (
     f"SELECT session_id, {rows.MARK_COLUMNS} FROM marks WHERE session_id = ANY($1::text[])"
     " ORDER BY at"
 )
-TABLES = (
-    "sessions",
-    "turns",
-    "answers",
-    "deliveries",
-    "rewards",
-    "events",
-    "marks",
-    "session_images",
-)
+TABLES = ("sessions", "turns", "answers", "deliveries", "rewards", "events", "marks")
 UNREFERRED = "NOT EXISTS (SELECT 1 FROM sessions WHERE origin_session = s.session_id)"
 # SKIP LOCKED: proxies that remove sessions at the same time remove different ones.
 ENDED = (

@@ -30,6 +30,8 @@ MAX_BYTES = 20 * 2**20
 MAX_TEXT_CHARS = MAX_BYTES * 3 // 2
 """Of its base64, which may have line breaks."""
 KNOWN_BYTES = 64 * 2**20
+MAX_LINKS = 50
+"""URLs and documents of one request; further ones are shown as text."""
 MAX_IMAGES = 1000
 """Of one request, each counted once."""
 KINDS = frozenset(("image_url", "image", "input_image", "computer_screenshot"))
@@ -160,8 +162,10 @@ class SentImages:
             self.found[sha256] = SentImage(sha256, media_type, text, shown)
         return self._marked(sha256)
 
-    def _link(self, content: str, link: SentLink) -> str:
+    def _link(self, content: str, link: SentLink) -> str | None:
         name = hashlib.sha256(content.encode()).hexdigest()
+        if name not in self.linked and len(self.linked) == MAX_LINKS:
+            return None
         self.linked[name] = link
         return self._marked(name)
 

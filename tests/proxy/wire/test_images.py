@@ -133,3 +133,15 @@ def test_marked_texts_are_read_as_they_were_joined(found: list[str], data: st.Da
 
 def test_texts_are_lines_and_an_image_stands_between_them() -> None:
     assert joined_blocks(["a", "b", mark(NAME), "c", "d"]) == f"a\nb{mark(NAME)}c\nd"
+
+
+def test_further_links_of_a_request_stay_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is fetched."""
+    monkeypatch.setattr(images, "MAX_LINKS", 1)
+    sent = SentImages(["https://example.org/"])
+    blocks = [
+        {"type": "image_url", "image_url": {"url": f"https://example.org/{n}.png"}}
+        for n in (1, 2, 1)
+    ]
+    assert [sent.taken(block, SHOWN) is None for block in blocks] == [False, True, False]
+    assert [link.url for link in sent.linked.values()] == ["https://example.org/1.png"]
