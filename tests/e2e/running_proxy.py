@@ -15,7 +15,7 @@ from proxy.app import build_app
 from proxy.client import ProxyClient
 from proxy.config import load_config
 from proxy.http.server import app_runner
-from proxy.records import Turn
+from proxy.records import SessionKind, Turn
 from tests.proxy.conftest import ADMIN_KEY
 
 
@@ -25,11 +25,17 @@ class Running:
     http: aiohttp.ClientSession
 
     async def talk(
-        self, sampling: dict[str, float], *, turns: int, tokens: int = 24, **more: Any
+        self,
+        sampling: dict[str, float],
+        *,
+        turns: int,
+        tokens: int = 24,
+        kind: SessionKind = SessionKind.TRAIN,
+        **more: Any,
     ) -> list[Turn]:
         """The record of a conversation that was sampled with these parameters; `more`: fields of
         each request."""
-        session = await self.control.create_session(sampling=sampling)
+        session = await self.control.create_session(sampling=sampling, kind=kind)
         messages = [{"role": "user", "content": "Say something."}]
         for _ in range(turns):
             body = {"messages": messages, "max_tokens": tokens, **more}

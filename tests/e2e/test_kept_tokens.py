@@ -19,7 +19,7 @@ from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 
 SESSIONS = 4
-NOISE_NATS = 1e-5
+NOISE_NATS = 2e-5
 
 
 MODEL = Path("examples/quickstart/model")

@@ -73,7 +73,7 @@ async def test_path_that_fills_the_engines_context_is_scored(scorer: VllmScorer)
 async def test_other_sampling_parameters_are_used_for_scoring(
     running: Running, scorer: VllmScorer, sampling: dict[str, float]
 ) -> None:
-    turns = await running.talk({**sampling, "seed": 5}, turns=2)
+    turns = await running.talk({**sampling, "seed": 5}, turns=2, kind=SessionKind.EVAL)
     compared, skipped = await replay(turns, scorer)
     assert skipped == []
     assert [entry.tokens for entry in compared] == [len(turn.sampled_ids) for turn in turns]
@@ -87,6 +87,6 @@ async def test_other_sampling_parameters_are_used_for_scoring(
 async def test_parameters_that_depend_on_the_whole_answer_are_not_scored(
     running: Running, scorer: VllmScorer
 ) -> None:
-    turns = await running.talk({"presence_penalty": 0.5}, turns=1)
+    turns = await running.talk({"presence_penalty": 0.5}, turns=1, kind=SessionKind.EVAL)
     compared, (why,) = await replay(turns, scorer)
     assert (compared, "presence_penalty" in why) == ([], True)

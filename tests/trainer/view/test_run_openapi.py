@@ -135,7 +135,8 @@ def test_each_answer_of_the_page_is_checked() -> None:
     reads = {path for path, methods in DOCUMENT["paths"].items() if "get" in methods}
     asked = {f"/view/{name}" for name, _ in READS}
     asked.add("/view/session/export")  # JSON lines
-    assert reads - asked == {"/", "/view/static/{name}", f"/view/{STREAM}"}
+    bytes_of = {"/view/image", "/view/static/{name}"}
+    assert reads - asked == {"/", *bytes_of, f"/view/{STREAM}"}
     # Publishing is checked in test_published_run.py.
     posts = {path for path, methods in DOCUMENT["paths"].items() if "post" in methods}
     others = {each for each in posts if not each.startswith("/view/runs/")}
