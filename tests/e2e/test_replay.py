@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from proxy.commands.replay import replay
 from proxy.engines.vllm_scoring import VllmScorer
 from proxy.engines.vllm_server import VllmServer
+from proxy.records import SessionKind
 from tests.conftest import TINY_CONTEXT_TOKENS
 from tests.e2e.running_proxy import Running, running_proxy
 
