@@ -41,7 +41,7 @@ from proxy.records import ImageSpan, RecordedImage, Turn
 from proxy.records.images import image_ids
 from tests.agent_loop.recorded import turn as a_turn
 from tests.agent_loop.scripted_loop import ClosableLoop
-from tests.e2e.test_images import TORCHVISION
+from tests.e2e.images.program import TORCHVISION
 from tests.needs import needs
 from tests.proxy.extras.export.trees import a_session
 from tests.proxy.extras.view.pictures_of_agents import png

@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.needs import needs
+from tests.e2e.images.program import MARKS, printed
 
-ROOT = Path(__file__).parents[2]
-TRL = "TRL's chat templates are missing: run python -m benchmarks.install reference"
-TORCHVISION = ROOT / ".cache/torchvision"
 KINDS = ("qwen3_vl", "qwen3_5", "gemma3")
-TIMEOUT_S = 600
 BOUNDS = {"qwen3_vl": 1e-5, "gemma3": 1e-5, "qwen3_5": 0.03}
 """Mean |Δ log p|: in float32, and in bfloat16, where text alone has 0.015."""
 OTHER_IMAGE = 0.1
 """With one of the images changed it is more than this."""
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.long,
-    pytest.mark.parametrize("kind", KINDS),
-    needs(None if find_spec("trl") else TRL),
-    needs(
-        None
-        if (TORCHVISION / ".ready").exists()
-        else "torchvision is missing: run python -m benchmarks.install torchvision"
-    ),
-]
+pytestmark = [*MARKS, pytest.mark.parametrize("kind", KINDS)]
 
 
-@cache
 def found(kind: str) -> dict[str, Any]:
-    program = [sys.executable, "-m", "tests.e2e.images.compare", kind]
-    path = os.pathsep.join(map(str, (TORCHVISION, ROOT)))
-    done = subprocess.run(
-        program,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return printed("compare", kind)
 
 
 def test_renderers_make_the_engines_ids_without_pixels(kind: str) -> None:

@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from tests.e2e.test_images import BOUNDS, OTHER_IMAGE, ROOT, TIMEOUT_S, TORCHVISION, TRL
-from tests.needs import needs
+from tests.e2e.images.program import MARKS, printed
+from tests.e2e.test_images import BOUNDS, OTHER_IMAGE
 
 LARGEST = {"qwen3_vl": 1e-4, "qwen3_5": 0.3}
 """Of a token: float32, and bfloat16, in which prefill and decode differ by more."""
 KINDS = ("qwen3_vl", "qwen3_5")
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.long,
-    pytest.mark.parametrize("kind", KINDS),
-    needs(None if find_spec("trl") else TRL),
-    needs(
-        None
-        if (TORCHVISION / ".ready").exists()
-        else "torchvision is missing: run python -m benchmarks.install torchvision"
-    ),
-]
+pytestmark = [*MARKS, pytest.mark.parametrize("kind", KINDS)]
 
 
-@cache
 def found(kind: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.images.recorded", kind],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TORCHVISION, ROOT)))},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return printed("recorded", kind)
 
 
 def test_recorded_log_probabilities_are_those_of_the_recorded_images(kind: str) -> None:

@@ -121,7 +121,6 @@ async def found(kind: str, folder: Path) -> dict[str, Any]:
         session = await control.create_session("chat")
         async with server() as first:
             await control.add_engine(first.url, name="first")
-            await seeing(control)
             await calls.chat(session, history, "small")
             await calls.chat(session, history, "wide", "twin")
             for name in ("messages", "responses"):
@@ -130,7 +129,6 @@ async def found(kind: str, folder: Path) -> dict[str, Any]:
         await control.remove_engine("first")
         async with server() as second:  # has had none of the images
             await control.add_engine(second.url, name="second")
-            await seeing(control)
             await calls.chat(session, history, "small")
             branch, again = await control.branch(Origin("chat", 2), "branch"), list[Any]()
             for shown in (("small",), ("wide", "twin"), ("tall",)):
@@ -176,14 +174,6 @@ async def replays(control: ProxyClient, url: str) -> dict[str, list[float]]:
         out[name] = [each.largest for each in compared]
     await scorer.close()
     return out
-
-
-async def seeing(control: ProxyClient) -> None:
-    for _ in range(300):
-        if all(info["images"] for info in await control.engines()):
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError("the engine prepares no images")
 
 
 def names(turn: Turn) -> list[str]:
