@@ -14,7 +14,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModel
+from transformers import CONFIG_MAPPING
 
 from trainer.errors import ConfigError
 
@@ -65,7 +65,7 @@ def text_model(text: Any, **arguments: Any) -> Any:
 
 def tower_of(settings: Any) -> nn.Module:
     """The tower of a model that reads images, with random weights."""
-    tower: nn.Module = AutoModel.from_config(copy.deepcopy(settings.vision_config))
+    tower: nn.Module = transformers.AutoModel.from_config(copy.deepcopy(settings.vision_config))
     return tower
 
 
