@@ -324,7 +324,7 @@ class TokenTree:
             suffix = rendering.suffix_after(conversation, match.answered, int(last))
         if suffix is None:
             return None
-        cause = self._foreign_cause(conversation.messages, keys) if foreign else None
+        cause = self._foreign_cause(conversation.messages, keys, match) if foreign else None
         if cause is None and node.children:
             changes = self._changes_image(new[0]) if new else False
             cause = ForkCause.IMAGE_CHANGED if changes else ForkCause.ROLLED_BACK
@@ -382,7 +382,7 @@ class TokenTree:
         if any(message.compacted for message in messages[known + 1 :]):
             return ForkCause.COMPACTION
         if known >= 0 and known + 1 < len(messages):
-            return self._cause_after(messages[known + 1], self.same_requests(keys[known]), match)
+            return self._cause_after(messages[known + 1 :], self.same_requests(keys[known]), match)
         if known >= 0:  # every message is known, but the turn could not be extended
             return ForkCause.UNPROVABLE_BRIDGE
         for position in reversed(range(len(keys))):
@@ -394,15 +394,15 @@ class TokenTree:
             return ForkCause.COMPACTION
         return ForkCause.NEW_CONVERSATION
 
-    def _foreign_cause(self, messages: list[Message], keys: Sequence[Key]) -> ForkCause:
+    def _foreign_cause(
+        self, messages: list[Message], keys: Sequence[Key], match: Match
+    ) -> ForkCause:
         """Why a conversation follows a recorded answer with an assistant message that is not one:
-        how that message differs from the answer in whose place it stands, if there is one."""
+        that of its first message which differs from the record."""
         known = self._last_known(keys)
-        message = messages[known + 1] if 0 <= known < len(messages) - 1 else None
-        if message is None or message.role != "assistant":
-            changes = message is not None and self._changes_image(message)
-            return ForkCause.IMAGE_CHANGED if changes else ForkCause.FOREIGN_ASSISTANT
-        return self._cause_of(message, self.same_requests(keys[known]))
+        if not 0 <= known < len(messages) - 1:
+            return ForkCause.FOREIGN_ASSISTANT
+        return self._cause_after(messages[known + 1 :], self.same_requests(keys[known]), match)
 
     def _last_known(self, keys: Sequence[Key]) -> int:
         """Index of the last message up to which the conversation was recorded; -1 if none is."""
@@ -418,10 +418,11 @@ class TokenTree:
         if recorded.tools != key.tools:
             return ForkCause.TOOLS_CHANGED
         # The same request except for a forced call.
-        return self._cause_after(following[0], [other], match) if following else ForkCause.SIBLING
+        return self._cause_after(following, [other], match) if following else ForkCause.SIBLING
 
-    def _cause_after(self, message: Message, asked: list[Node], match: Match) -> ForkCause:
-        """Why `message` differs from the record after the last known message."""
+    def _cause_after(self, following: list[Message], asked: list[Node], match: Match) -> ForkCause:
+        """Why the messages after the last known one differ from the record."""
+        message = following[0]
         if message.role == "assistant":
             return self._cause_of(message, asked)
         node = None if match.node is None else self.nodes[match.node]
@@ -429,6 +430,8 @@ class TokenTree:
             return ForkCause.ROLLED_BACK
         if node is not None and node.children:
             return ForkCause.IMAGE_CHANGED if self._changes_image(message) else ForkCause.EDITED
+        if any(each.role == "assistant" for each in following):
+            return ForkCause.FOREIGN_ASSISTANT
         return ForkCause.UNPROVABLE_BRIDGE
 
     def _changes_image(self, message: Message) -> bool:

@@ -27,7 +27,13 @@ from proxy.rendering.deltas import Delta, ReasoningDelta, ToolCallStart
 from proxy.rendering.families import FAMILIES as KNOWN
 from proxy.rendering.prefix_stream import PrefixParser
 from proxy.rendering.rendering import Rendering
-from proxy.rendering.tokenizer import RecentTexts, StandIns, Tokenizer, load_tokenizer
+from proxy.rendering.tokenizer import (
+    REMEMBERED_BYTES,
+    RecentTexts,
+    StandIns,
+    Tokenizer,
+    load_tokenizer,
+)
 from proxy.token_tree.paths import common_prefix
 from tests.proxy.checkpoint import write_checkpoint
 from tests.proxy.rendering.harmony import SPECIAL, HarmonyTokenizer
@@ -83,7 +89,7 @@ def with_its_tokens(tokenizer: Tokenizer, name: str, checkpoint: Path) -> Render
             added = missing[1]
             tokenizer.fast.add_tokens([AddedToken(added, normalized=False, special=True)])
             tokenizer.pairs = None  # built from the previous vocabulary
-            tokenizer.remembered = RecentTexts(0)  # encoded with the previous vocabulary
+            tokenizer.remembered = RecentTexts(REMEMBERED_BYTES)  # not of the previous vocabulary
 
 
 def _behind_reasoning(rendering: Rendering, whole: Ids) -> list[int]:

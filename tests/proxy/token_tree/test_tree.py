@@ -253,6 +253,35 @@ def test_answer_that_was_not_sampled_becomes_prompt(rendering: Rendering) -> Non
     assert "Got it." in rendering.tokenizer.decode(placed.prompt_ids)
 
 
+@pytest.mark.parametrize("extends", [True, False])
+@pytest.mark.parametrize(
+    ("text", "cause"), [("-1: no file", ForkCause.EDITED), (None, ForkCause.FOREIGN_ASSISTANT)]
+)
+def test_cause_of_a_fork_does_not_depend_on_the_renderer(
+    rendering: Rendering,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+    cause: ForkCause,
+    extends: bool,
+) -> None:
+    """A result that comes back changed (`text`), or a history that goes on otherwise, with answers
+    after it: with a renderer that can append to the recorded answer, and with one that cannot."""
+    recorder = Recorder(rendering)
+    asked = conversation("List the files.")
+    _, called = recorder.ask(asked, f"Look.\n{CALL}")
+    after = extended(asked, called, *results(called))
+    if text is None:
+        after.messages.append(Message("assistant", "Mine."))
+    else:
+        _, message = recorder.ask(after, "Done.")
+        after.messages[-1] = Message("tool", text, tool_call_id=called.tool_calls[0].id)
+        after.messages.append(message)
+    if not extends:
+        monkeypatch.setattr(Rendering, "suffix_after", lambda *_: None)
+    placed = recorder.place(extended(after, Message("user", "Go on.")))
+    assert placed.cause is cause
+
+
 def test_summary_of_the_history_is_a_compaction(rendering: Rendering) -> None:
     recorder = Recorder(rendering)
     summary = "The files were listed, and what is left to do is to say what each of them holds."
