@@ -269,6 +269,12 @@ def assemble(config: TrainerConfig) -> SwarmParts | TaskParts:
         data = with_own_tasks(config.data, config.remote_agent.agent)
         needs_prompt = config.remote_agent.needs_prompt
         held_out = held_out_tasks(data, needs_prompt=needs_prompt)[: config.eval.limit]
+    if config.trainer.stop_at_success is not None and not held_out:
+        raise ConfigError(
+            f"trainer.stop_at_success={config.trainer.stop_at_success:g}: there are no held-out "
+            "tasks whose success could reach it; set data.val_files, or remove "
+            "trainer.stop_at_success"
+        )
     text = _text(held_out[0]) if held_out else ""
     if in_swarm:
         probe = probe_ids(config.model.path, text or _SWARM_PROBE)

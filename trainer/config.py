@@ -28,7 +28,15 @@ from proxy.settings.section import Section
 from trainer.algorithms.probe import broken_parts, settings_without_effect
 from trainer.cluster.config import ProcessesConfig
 from trainer.engine import GPUS_OF_AN_ENGINE
+from trainer.optimizer_config import OptimizerConfig
 from trainer.run.log import LoggingConfig
+from trainer.schedules import (
+    CRITIC,
+    TRIAL_STEPS,
+    longer_than_the_run,
+    rates_that_never_fall,
+    without_effect,
+)
 
 
 class TrainerConfig(ProcessesConfig):
@@ -91,6 +99,7 @@ class TrainerConfig(ProcessesConfig):
             self._what_is_left_is_recorded(),
             self._teacher_teaches(),
             self._steps_train(),
+            self._schedules_agree(),
             self._clocks_decide_nothing(),
             self._policies_are_adapters(),
             self._policies_are_sampled(),
@@ -192,14 +201,8 @@ class TrainerConfig(ProcessesConfig):
             )
 
     def _optimizers_have_the_weights_type(self) -> Iterator[str]:
-        critic, weights = self.algorithm.critic, self.model.weights_dtype
-        optimizers = {"optimizer": self.optimizer}
-        if critic is not None:
-            optimizers["algorithm.critic.optimizer"] = critic.optimizer
-        for name, section in self.trainer.policies.items():
-            if not section.frozen and section.optimizer != self.optimizer:
-                optimizers[f"trainer.policies.{name}.optimizer"] = section.optimizer
-        for key, each in optimizers.items():
+        weights = self.model.weights_dtype
+        for key, each in self._optimizers.items():
             if each.name == "adamw_8bit" and (each.offload or weights != "float32"):
                 cause = f"{key}.offload" if each.offload else f"model.weights_dtype={weights}"
                 yield f"{cause}: not supported with {key}.name=adamw_8bit; use adamw"
@@ -402,31 +405,34 @@ class TrainerConfig(ProcessesConfig):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed, as for a short trial of a long run, and is most often a mistake."""
-        return () if self.sft is not None else tuple(self._schedules_that_do_not_fit())
+        """What is allowed, and is most often a mistake: schedules longer than the short trial of a
+        run."""
+        is_trial = self.sft is None and self.trainer.steps <= TRIAL_STEPS
+        return tuple(self._schedules_beyond()) if is_trial else ()
 
-    def _schedules_that_do_not_fit(self) -> Iterator[str]:
-        steps, critic = self.trainer.steps, self.algorithm.critic
+    def _schedules_agree(self) -> Iterator[str]:
+        if self.sft is not None:  # which knows its number of steps when its sessions are read
+            yield from rates_that_never_fall({"optimizer": self.optimizer})
+            return
+        yield from rates_that_never_fall(self._optimizers)
+        yield from without_effect(self.algorithm, self.rollout, self.trainer, self.eval)
+        if self.trainer.steps > TRIAL_STEPS:
+            yield from self._schedules_beyond()
+
+    def _schedules_beyond(self) -> Iterator[str]:
+        yield from longer_than_the_run(self.algorithm, self._optimizers, self.trainer, self.eval)
+
+    @property
+    def _optimizers(self) -> Mapping[str, OptimizerConfig]:
+        """The optimizers of the run by their keys; one that policies have in common once."""
+        critic, policies = self.algorithm.critic, self.trainer.policies
         optimizers = {"optimizer": self.optimizer}
         if critic is not None:
-            optimizers["algorithm.critic.optimizer"] = critic.optimizer
-            if critic.warmup_steps >= steps:
-                yield (
-                    f"algorithm.critic.warmup_steps={critic.warmup_steps}: the policy is never "
-                    f"trained in trainer.steps={steps}"
-                )
-        for key, each in optimizers.items():
-            if each.warmup_steps >= steps:
-                yield (
-                    f"{key}.warmup_steps={each.warmup_steps}: the learning rate does not reach its "
-                    f"peak in trainer.steps={steps}"
-                )
-        evaluates = self.eval.every or self.eval.before or self.eval.after
-        if self.trainer.stop_at_success is not None and not evaluates:
-            yield (
-                "trainer.stop_at_success: the success is that of evaluations, and eval.every, "
-                "eval.before and eval.after are off"
-            )
+            optimizers[CRITIC] = critic.optimizer
+        for name, section in policies.items():
+            if not section.frozen and section.optimizer != self.optimizer:
+                optimizers[f"trainer.policies.{name}.optimizer"] = section.optimizer
+        return optimizers
 
     def _policies_are_adapters(self) -> Iterator[str]:
         lora, policies = self.model.lora, self.trainer.policies

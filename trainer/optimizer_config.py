@@ -30,7 +30,7 @@ class OptimizerConfig(BaseModel):
     """Shape of the learning rate after the warm-up; `linear` and `cosine` reach `min_lr_ratio` at
     the last step."""
     warmup_steps: Common[int] = Field(0, ge=0)
-    """Number of steps over which the learning rate rises linearly from 0."""
+    """Number of optimizer steps over which the learning rate rises linearly from 0."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate divided by the peak, for `linear` and `cosine`."""
     offload: Common[bool] = False

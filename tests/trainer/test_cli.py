@@ -115,6 +115,18 @@ def test_held_out_tasks_that_are_trained_on_are_refused(
     assert "data.val_files" in text
 
 
+def test_success_that_no_held_out_task_can_reach_is_refused(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--check", "trainer.stop_at_success=0.9", "eval.every=4"]
+    text = failure(capfd, "--config", str(config), *words)[1]
+    assert "trainer.stop_at_success=0.9" in text
+    assert "data.val_files" in text
+    held_out = config.parent / "held_out.jsonl"
+    held_out.write_text(json.dumps({"task_id": "b", "prompt": "say b"}) + "\n")
+    assert main(["--config", str(config), *words, f"data.val_files=[{held_out}]"]) == 0
+
+
 def test_missing_agent_command_is_refused_with_its_name(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

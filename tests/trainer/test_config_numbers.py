@@ -127,25 +127,3 @@ def test_settings_that_train_nothing_are_refused(
     with pytest.raises(ConfigError) as refused:
         loaded(tmp_path, "", *words)
     assert said in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["trainer.steps=5", "optimizer.warmup_steps=5"], "optimizer.warmup_steps=5"),
-        (
-            ["trainer.steps=5", "algorithm.preset=ppo", "algorithm.critic.warmup_steps=5"],
-            "algorithm.critic.warmup_steps=5",
-        ),
-        (
-            ["trainer.stop_at_success=0.9", "eval.before=false", "eval.after=false"],
-            "trainer.stop_at_success",
-        ),
-    ],
-)
-def test_schedules_that_do_not_fit_the_run_are_warned_about(
-    tmp_path: Path, words: list[str], said: str
-) -> None:
-    (warning,) = loaded(tmp_path, "", *words).warnings
-    assert said in warning
-    assert loaded(tmp_path, "").warnings == ()

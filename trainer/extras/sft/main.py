@@ -19,10 +19,11 @@ from trainer.extras.sft.config import SftConfig
 from trainer.extras.sft.demonstrations import Demonstration, read_demonstrations
 from trainer.extras.sft.fit import SftFit
 from trainer.extras.sft.schedule import Schedule, split
-from trainer.optimizer_config import check_optimizer
+from trainer.optimizer_config import OptimizerConfig, check_optimizer
 from trainer.policy.model_config import context_limit, load_settings
 from trainer.run.control import Ended, RunControl
 from trainer.run.log import RunLog
+from trainer.schedules import TRIAL_STEPS, warmup_beyond
 
 NO_ENGINE = {"replicas": 0, "sleep": False, "weight_transfer": "shm"}
 """Keys of the section `engine` of a run that samples nothing, so that no GPU is kept for it."""
@@ -62,6 +63,7 @@ def assemble(config: TrainerConfig) -> SftParts:
     seed = config.trainer.seed
     train, held_out = split(demonstrations.found, sft.held_out, seed)
     schedule = Schedule(train, sft.batch_sessions, sft.epochs, seed)
+    _check_warmup(config.optimizer, schedule)
     updates = {
         "trainer": config.trainer.model_copy(update={"steps": schedule.steps}),
         "algorithm": AlgorithmConfig(prox="reuse"),
@@ -74,6 +76,16 @@ def assemble(config: TrainerConfig) -> SftParts:
         device_of(derived.trainer.device)
         derived = fitted(derived, gpus_here())
     return SftParts(derived, sft, schedule, held_out, demonstrations.digest, note)
+
+
+def _check_warmup(optimizer: OptimizerConfig, schedule: Schedule) -> None:
+    """Raises ConfigError if the learning rate's warm-up is longer than the run."""
+    fault = warmup_beyond("optimizer", optimizer, schedule.steps)
+    if fault is not None and schedule.steps > TRIAL_STEPS:
+        raise ConfigError(
+            f"{fault}, or raise sft.epochs={schedule.epochs}, which has "
+            f"{schedule.steps_per_epoch} steps each"
+        )
 
 
 async def train(parts: SftParts, log: RunLog, control: RunControl) -> Ended:
