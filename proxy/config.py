@@ -122,14 +122,16 @@ class SessionsConfig(RecordedConfig):
 
 
 class ToolsConfig(Section):
-    """Tools that an agent's provider would run, and that the proxy runs in its place."""
+    """Tools that an agent's provider would run, and that the proxy runs in its place. Each is the
+    import path of your own coroutine function, `package.module:name`. Without one, models are not
+    offered the tool."""
 
     web_search: str | None = None
-    """The import path of your own search, `package.module:name`: a coroutine function that gets the
-    query and the agent's entry of the tool, and returns results, each with `title`, `url` and
-    `text`. Without one, models are not offered the tool."""
-    timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds after which the model gets an error instead of results."""
+    """Gets the query and the agent's entry of the tool, and returns results, each with `title`,
+    `url` and `text`. After 30 seconds the model gets an error."""
+    code_execution: str | None = None
+    """Gets the code and the agent's entry of the tool, and returns `stdout`, `stderr` and
+    `return_code`. After 300 seconds the model gets an error."""
 
 
 class LimitsConfig(Section):

@@ -77,7 +77,7 @@ from proxy.serving.sessions import LiveSession
 from proxy.store.protocol import TurnConflict
 from proxy.token_tree.tree import Placement
 from proxy.wire.dialect import Outcome, Piece
-from proxy.wire.web_search import is_error
+from proxy.wire.provided import is_error
 
 MAX_CONFLICTS = 16
 """Number of times that other processes may take a turn's index before the call gives up."""
@@ -288,7 +288,7 @@ class LiveCall:
             self.state, self._interruptible = CallState.PLACING, True
             made = sum(len(outcome.results) for outcome in before)
             results = await self.backend.provider_tools.run(
-                live.session.session_id, live.searches, asked, said, made
+                *(live.session.session_id, live.results, asked, said, made), replayed=replayed
             )
             if not replayed:
                 await self._report(said.turn, results)

@@ -80,9 +80,9 @@ class IncomingCalls:
         if request.conversation.continues is not None:
             named = await self._answered(live, request.conversation.continues)
             request.conversation.continues = named
-        if request.searched:
+        if request.past_calls:
             tools, session_id = self._backend.provider_tools, live.session.session_id
-            await tools.fill(session_id, live.searches, request)
+            await tools.fill(session_id, live.results, request)
         await self._learn_images(live, request)
         conversation, large = request.conversation, request.is_large
         tidied = live.returned.recover(conversation)

@@ -37,7 +37,7 @@ from proxy.records import (
 )
 from proxy.serving.asked import Asked
 from proxy.serving.branch import LiveBranch, open_branch
-from proxy.serving.provider_tools import SessionSearches
+from proxy.serving.provider_tools import SessionResults
 from proxy.serving.retries import RetryBook
 from proxy.serving.returned_calls import ReturnedCalls
 from proxy.settings.profiles import AgentProfile, Profiles
@@ -107,7 +107,7 @@ class LiveSession:
     retries: RetryBook = field(default_factory=RetryBook)
     known_keys: KnownKeys = field(default_factory=KnownKeys)
     returned: ReturnedCalls = field(default_factory=ReturnedCalls)
-    searches: SessionSearches = field(default_factory=SessionSearches)
+    results: SessionResults = field(default_factory=SessionResults)
     noted: set[int] = field(default_factory=set)
     """Hashes of what events have already told about the agent's history, which each call repeats;
     at most MAX_NOTED."""

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from proxy.conversation import Conversation, Message, ToolCall
+from proxy.conversation import Conversation, Message
 from proxy.conversation.references import ReferringConversation
 from proxy.errors import ProxyError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.deltas import Delta, ResultDelta
 from proxy.wire.fields import Fields, Note
 from proxy.wire.images import SentImages
+from proxy.wire.provided import PastCall
 
 Headers = Mapping[str, str]
 
@@ -93,10 +94,9 @@ class Call(msgspec.Struct):
     free_form: frozenset[str] = frozenset()
     """The names of tools that take one text instead of arguments."""
     provider_tools: dict[str, dict[str, Any]] = {}
-    """By name, the entries of tools whose calls the proxy answers itself (`wire.web_search`)."""
-    searched: list[tuple[Message, ToolCall]] = []
-    """The results of such tools in a history that may lack them, and their calls. A result that is
-    in the record has no text."""
+    """By name, the entries of tools whose calls the proxy answers itself (`wire.provided`)."""
+    past_calls: list[PastCall] = []
+    """Calls of such tools in a history that may lack their results."""
     notes: list[Note] = []
     """What of the request is not taken as it is."""
     images: SentImages | None = None

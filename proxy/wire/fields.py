@@ -51,7 +51,7 @@ class Fields:
         self.notes: list[Note] = [] if parent is None else parent.notes
         """Of the whole request."""
         self.backends: frozenset[str] = frozenset() if parent is None else parent.backends
-        """The tools of a provider that the proxy runs (`wire.web_search`)."""
+        """The tools of a provider that the proxy runs (`wire.provided`)."""
         self.images: SentImages | None = None if parent is None else parent.images
         """Takes the request's images; None: the model reads only text."""
         if not isinstance(data, dict):

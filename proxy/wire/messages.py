@@ -7,7 +7,7 @@ results and text in one user message. `thinking`, `context_management`, `metadat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -41,15 +41,14 @@ from proxy.wire.dialect import (
 )
 from proxy.wire.fields import Fields, only_provider_tools
 from proxy.wire.known_fields import unknown_fields
-from proxy.wire.shown import block_text, joined
-from proxy.wire.web_search import (
-    WEB_SEARCH,
+from proxy.wire.provided import (
+    RESULT_BLOCKS,
     block_result,
-    is_web_search,
+    offered_functions,
     provider_tools,
     result_block,
-    search_function,
 )
+from proxy.wire.shown import block_text, joined
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -197,9 +196,9 @@ def parse_conversation(fields: Fields) -> Conversation:
     if system:
         messages.append(Message("system", system))
     referable = {tool.get("name"): tool for tool in fields.items("tools") if isinstance(tool, dict)}
-    searches = any(is_web_search(tool.get("type")) for tool in referable.values())
+    provided = provider_tools(fields.items("tools"))
     for item in fields.objects("messages"):
-        messages += _parse_message(item, referable, searches=searches)
+        messages += _parse_message(item, referable, provided)
     if not messages:
         raise fields.refuse("messages", "at least one message")
     messages = normalised(messages)
@@ -223,12 +222,12 @@ def _prefill(fields: Fields, messages: list[Message]) -> str | None:
 
 
 def _parse_message(
-    fields: Fields, tools: Mapping[Any, dict[str, Any]], *, searches: bool
+    fields: Fields, tools: Mapping[Any, dict[str, Any]], provided: Collection[str]
 ) -> list[Message]:
-    """`searches`: whether searches of the web are calls for the model, not text."""
+    """`provided`: functions that the proxy runs, whose uses are calls for the model, not text."""
     role = fields.text("role")
     if role == "assistant":
-        return _parse_assistant(fields, searches=searches)
+        return _parse_assistant(fields, provided)
     if role == "system":
         return [Message("system", _texts(fields, "content"))]
     if role != "user":
@@ -247,7 +246,7 @@ def _parse_message(
     return results
 
 
-def _parse_assistant(fields: Fields, *, searches: bool) -> list[Message]:
+def _parse_assistant(fields: Fields, provided: Collection[str]) -> list[Message]:
     """One message, and more where the proxy has run calls: what follows their results is another
     answer."""
     if isinstance(fields.get("content"), str):
@@ -255,24 +254,24 @@ def _parse_assistant(fields: Fields, *, searches: bool) -> list[Message]:
     out: list[Message] = []
     blocks: list[Fields] = []
     for block in fields.objects("content"):
-        if searches and block.get("type") == "web_search_tool_result":
+        if RESULT_BLOCKS.get(block.text("type")) in provided:
             if blocks:
-                out.append(_answer(blocks, searches=searches))
+                out.append(_answer(blocks, provided))
             blocks = []
             call_id = block.text("tool_use_id", "")
             out.append(Message("tool", block_result(block), tool_call_id=call_id))
         else:
             blocks.append(block)
-    return [*out, _answer(blocks, searches=searches)] if blocks or not out else out
+    return [*out, _answer(blocks, provided)] if blocks or not out else out
 
 
-def _answer(blocks: list[Fields], *, searches: bool) -> Message:
+def _answer(blocks: list[Fields], provided: Collection[str]) -> Message:
     message = Message("assistant")
     texts, thoughts = [], []
     for block in blocks:
         kind = block.text("type")
-        is_search = searches and kind == "server_tool_use" and block.get("name") == WEB_SEARCH
-        if kind == "tool_use" or is_search:
+        is_provided = kind == "server_tool_use" and str(block.get("name")) in provided
+        if kind == "tool_use" or is_provided:
             arguments = orjson.dumps(block.child("input").data).decode()
             call = ToolCall(block.text("id", ""), block.text("name", ""), arguments)
             message.tool_calls.append(call)
@@ -324,32 +323,31 @@ def parse_tools(fields: Fields) -> tuple[list[dict[str, Any]], list[dict[str, An
     offered: list[dict[str, Any]] = []
     deferred: list[dict[str, Any]] = []
     for tool in fields.objects("tools"):
-        function = _function(tool)
-        if function is not None:
-            late = tool.get("defer_loading") is True
-            (deferred if late else offered).append({"type": "function", "function": function})
+        late = tool.get("defer_loading") is True
+        functions = [{"type": "function", "function": each} for each in _functions(tool)]
+        (deferred if late else offered).extend(functions)
     if fields.items("tools") and not offered and not deferred:
         raise only_provider_tools(fields)
     return offered, deferred
 
 
-def _function(tool: Fields) -> dict[str, Any] | None:
-    """None for a tool that the client does not run; the model does not see it."""
+def _functions(tool: Fields) -> list[dict[str, Any]]:
+    """None for a tool that nobody runs here; the model does not see it."""
     kind = tool.text("type", "custom")
     if kind != "custom":
         name = tool.get("name")
         function = messages_function(
             kind, name if isinstance(name, str) else family(kind), tool.data
         )
-        function = function or search_function(kind, tool.backends)
-        if function is None:
+        functions = offered_functions(kind, tool.backends) if function is None else [function]
+        if not functions:
             tool.note("tools_left_out", kind)
-        return function
+        return functions
     function = {"name": tool.text("name")}
     if tool.get("description") is not None:
         function["description"] = tool.text("description")
     function["parameters"] = tool.child("input_schema").data
-    return function
+    return [function]
 
 
 def _options(fields: Fields) -> Options:

@@ -31,6 +31,15 @@ from proxy.wire.client_tools import CLIENT_ITEMS, item_arguments, responses_func
 from proxy.wire.dialect import Call, ForcedCall, Headers, Options, Outcome, read_sampling
 from proxy.wire.fields import Fields, only_provider_tools
 from proxy.wire.known_fields import unknown_fields
+from proxy.wire.provided import (
+    CALL_ITEMS,
+    UNNAMED,
+    PastCall,
+    name_of,
+    offered_functions,
+    past_call,
+    provider_tools,
+)
 from proxy.wire.responses_stream import (
     SUMMARY_MARK,
     ResponsesWriter,
@@ -39,14 +48,6 @@ from proxy.wire.responses_stream import (
     response_object,
 )
 from proxy.wire.shown import block_text, shown
-from proxy.wire.web_search import (
-    UNNAMED,
-    WEB_SEARCH,
-    is_web_search,
-    item_search,
-    provider_tools,
-    search_function,
-)
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -79,8 +80,8 @@ class ResponsesDialect:
 
     def parse(self, fields: Fields, headers: Headers) -> Call:
         tools, deferred, kinds, provided = offered_tools(fields)
-        searched: list[tuple[Message, ToolCall]] = []
-        items = parse_input(fields, searched if provided else None)
+        past: list[PastCall] = []
+        items = parse_input(fields, provided, past)
         compacting = _takes_trigger(fields)
         instructions = fields.optional_text("instructions")
         if instructions:
@@ -104,13 +105,14 @@ class ResponsesDialect:
             options=options,
             stream=fields.flag("stream"),
             provider_tools=provided,
-            searched=searched,
+            past_calls=past,
             free_form=frozenset(n for n, kind in kinds.items() if kind.startswith("custom")),
             extra={
                 "kinds": kinds,
                 "previous": previous,
                 "created": int(time.time()),
                 "compacting": compacting,
+                "outputs": "code_interpreter_call.outputs" in fields.items("include"),
             },
             unknown=unknown_fields(fields, ResponsesDialect.name),
         )
@@ -155,41 +157,40 @@ def _is_user_message(item: Any) -> bool:
 
 
 def parse_input(
-    fields: Fields, searched: list[tuple[Message, ToolCall]] | None = None
+    fields: Fields, provided: Collection[str] = (), past: list[PastCall] | None = None
 ) -> list[Message | AnswerPart]:
-    """The messages of the input. An item that the model cannot take is shown as text. Searches of
-    the web are calls if `searched` is given, which gets their results; those that are in the record
-    have no text."""
+    """The messages of the input. An item that the model cannot take is shown as text. Items of
+    `provided` functions, which the proxy runs, are calls, and are added to `past`."""
     if isinstance(fields.get("input"), str):
         return [Message("user", fields.text("input"))]
     found: list[Message | AnswerPart | None] = []
     with_others = set[str]()
     for number, item in enumerate(fields.objects("input")):
-        if searched is not None and item.get("type") == "web_search_call":
+        kind = item.get("type")
+        if past is not None and isinstance(kind, str) and CALL_ITEMS.get(kind) in provided:
             among = missing_call_id(_same_answer(found, with_others))
-            call, text = item_search(item, among or f"{UNNAMED}{number}")
+            each = past_call(item, among or f"{UNNAMED}{number}")
             if among is not None:
-                with_others.add(call.id)
-            result = Message("tool", text or "", tool_call_id=call.id)
-            found += [Message("assistant", tool_calls=[call]), result]
-            searched.append((result, call))
+                with_others.add(each.call.id)
+            found += [Message("assistant", tool_calls=[each.call]), each.result]
+            past.append(each)
         else:
             found.append(_parse_item(item))
     return [message for message in found if message is not None]
 
 
 def _same_answer(
-    found: Sequence[Message | AnswerPart | None], searched: Collection[str]
+    found: Sequence[Message | AnswerPart | None], past: Collection[str]
 ) -> list[ToolCall]:
-    """The calls before a search that are of the same answer: its item follows those of the agent's
-    own calls, also where the model searched first. `searched`: the ids of such searches."""
+    """The calls before one that the proxy has run which are of the same answer: its item follows
+    those of the agent's own calls, also where it came first. `past`: the ids of such calls."""
     calls: list[ToolCall] = []
     for message in reversed(found):
         if not isinstance(message, Message):
             break
         if message.role == "assistant":
             calls += message.tool_calls
-        elif message.role != "tool" or message.tool_call_id not in searched:
+        elif message.role != "tool" or message.tool_call_id not in past:
             break
     return calls
 
@@ -263,8 +264,9 @@ def parse_tools(tools: list[Fields]) -> tuple[list[dict[str, Any]], dict[str, st
             if name not in functions:
                 functions[name] = {"type": "function", "function": function}
                 kinds[name] = name
-        elif (searching := search_function(kind, tool.backends)) is not None:
-            functions.setdefault(WEB_SEARCH, {"type": "function", "function": searching})
+        elif offered := offered_functions(kind, tool.backends):
+            for function in offered:
+                functions.setdefault(function["name"], {"type": "function", "function": function})
         else:
             tool.note("tools_left_out", kind)
     return list(functions.values()), kinds
@@ -431,8 +433,8 @@ def _forced(fields: Fields, kinds: Mapping[str, str]) -> ForcedCall | None:
         return ForcedCall(fields.child("tool_choice").text("name"))
     if kind in kinds:  # a tool that is named by its type
         return ForcedCall(kind)
-    if is_web_search(kind) and WEB_SEARCH in fields.backends:
-        return ForcedCall(WEB_SEARCH)
+    if (name := name_of(kind)) in fields.backends:
+        return ForcedCall(name)
     raise fields.refuse("tool_choice", "auto, none, required or a tool that the agent runs")
 
 

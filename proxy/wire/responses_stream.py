@@ -26,7 +26,7 @@ from proxy.rendering.deltas import (
 from proxy.wire.chat import openai_error
 from proxy.wire.client_tools import CLIENT_TOOLS, client_item
 from proxy.wire.dialect import Call, Outcome, Piece, SampledToken
-from proxy.wire.web_search import search_item
+from proxy.wire.provided import result_item
 
 Item = dict[str, Any]
 SUMMARY_MARK = "agentic-proxy:"
@@ -110,7 +110,12 @@ def _items(call: Call, answer_id: str, outcome: Outcome) -> list[Item]:
         for position, tool_call in enumerate(message.tool_calls)
         if tool_call.name not in call.provider_tools
     ]
-    return [*items, *calls, *(search_item(each, outcome.turn) for each in outcome.results)]
+    return [*items, *calls, *(_result_item(call, each, outcome.turn) for each in outcome.results)]
+
+
+def _result_item(call: Call, result: ResultDelta, turn: int) -> Item:
+    with_outputs = bool(call.extra["outputs"])
+    return result_item(result, turn, call.provider_tools, with_outputs=with_outputs)
 
 
 def call_item(call: Call, tool_call: ToolCall, turn: int, position: int) -> Item:
@@ -223,7 +228,7 @@ class ResponsesWriter:
             yield from self._enter_call(ToolCall(delta.id, delta.name, ""))
         elif isinstance(delta, ResultDelta):
             yield from self._close()
-            yield from self._searched(delta)
+            yield from self._result(delta)
             self._calls, self._answer_at = 0, self._at
             self._text, self._tokens = "", []
         elif self._call_open is not None:
@@ -292,14 +297,21 @@ class ResponsesWriter:
         yield self._done(item)
         self._open = self._call_open = None
 
-    def _searched(self, result: ResultDelta) -> Iterator[bytes]:
-        """The events of a search that the proxy has made."""
-        item = search_item(result, self._turn)
-        place = {"item_id": item["id"], "output_index": self._at}
-        begun = {**item, "status": "in_progress"}
+    def _result(self, result: ResultDelta) -> Iterator[bytes]:
+        """The events of a call that the proxy has run."""
+        item = _result_item(self._call, result, self._turn)
+        kind, place = item["type"], {"item_id": item["id"], "output_index": self._at}
+        code = item.get("code")
+        begun = {**item, "status": "in_progress"} | ({} if code is None else {"code": ""})
         yield self._event("response.output_item.added", output_index=self._at, item=begun)
-        for state in ("in_progress", "searching", "completed"):
-            yield self._event(f"response.web_search_call.{state}", **place)
+        yield self._event(f"response.{kind}.in_progress", **place)
+        if code is None:
+            yield self._event(f"response.{kind}.searching", **place)
+        else:
+            yield self._event(f"response.{kind}_code.delta", **place, delta=code)
+            yield self._event(f"response.{kind}_code.done", **place, code=code)
+            yield self._event(f"response.{kind}.interpreting", **place)
+        yield self._event(f"response.{kind}.completed", **place)
         yield self._done(item)
 
     def _call_event(self, kind: str, **fields: Any) -> bytes:

@@ -30,8 +30,6 @@ _ERRORS = {
 }
 """Texts that the model sees for an error: Anthropic's codes."""
 _, NO_QUERY, TOO_MANY = _ERRORS
-UNNAMED = "ws_"
-"""Begins the id of a call in a history whose items have no ids."""
 NOT_RECORDED = "the results of this search are not in the record"
 _MARK = "agentic-proxy:"
 """Begins the `encrypted_content` of our own results, which is their text."""
@@ -51,21 +49,9 @@ def is_web_search(kind: Any) -> bool:
     return isinstance(kind, str) and kind.startswith(WEB_SEARCH)
 
 
-def search_function(kind: str, backends: frozenset[str]) -> JsonObject | None:
-    """The function for the model; None for another tool, or without a backend."""
-    return {**_FUNCTION} if is_web_search(kind) and WEB_SEARCH in backends else None
-
-
-def provider_tools(tools: list[Any]) -> dict[str, JsonObject]:
-    """By name, the entries of the tools whose calls the proxy answers itself: web search, unless a
-    tool of the agent has that name. `tools` are objects, or what a client sent instead."""
-    entries = [tool for tool in tools if isinstance(tool, dict)]
-    found = [tool for tool in entries if is_web_search(tool.get("type"))]
-    if not found:
-        return {}
-    named = [tool for tool in entries if tool.get("name") == WEB_SEARCH]
-    is_taken = any(not is_web_search(tool.get("type")) for tool in named)
-    return {} if is_taken else {WEB_SEARCH: found[0]}
+def search_functions(kind: str) -> list[JsonObject]:
+    """The functions for the model of a tool of this kind."""
+    return [{**_FUNCTION}]
 
 
 def results_text(results: list[dict[str, str]]) -> str:

@@ -15,6 +15,7 @@ import pytest
 from proxy.errors import ConfigurationError
 from proxy.records import Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
+from proxy.serving import provider_tools
 from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from tests.proxy.conftest import RunningProxy, StartProxy, starting_proxies
 
@@ -215,8 +216,11 @@ async def test_call_without_a_backend_gets_the_dialects_error_and_the_model_goes
 
 
 @pytest.mark.parametrize("query", ["fail", "stall"])
-async def test_backend_that_fails_gives_the_error(start_proxy: StartProxy, query: str) -> None:
-    proxy = await start_proxy(tools={**BACKEND, "timeout_s": 0.05})
+async def test_backend_that_fails_gives_the_error(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch, query: str
+) -> None:
+    monkeypatch.setattr(provider_tools, "SEARCH_TIMEOUT_S", 0.05)
+    proxy = await start_proxy(tools=BACKEND)
     proxy.answers(script(CALL.replace("otters", query)))
     answer = await ask(proxy, await proxy.session(), "messages", messages_body())
     assert answer["content"][1]["content"]["error_code"] == "unavailable"
