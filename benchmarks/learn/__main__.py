@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import random
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +32,44 @@ from benchmarks.learn.model import make_model
 
 _SHOWN = ("gate", "canary", "promote", "rollback")
 _NOT_SHOWN = ("hash", "previous", "at")
+HARM = {"worse": worse, "poison": poison, "swaps": swaps, "forget": forgotten}
 
 
-async def learns(folder: Path, seed: int, sessions: int, evals: int) -> dict[str, Any]:
+async def learns(
+    folder: Path, engine_url: str, seed: int, sessions: int, evals: int
+) -> dict[str, Any]:
     """A user whose preference is learned."""
     preference = world.PREFERENCES[seed % len(world.PREFERENCES)]
-    async with engine(folder, seed) as engine_url:
-        user = User(preference, random.Random(seed + 100))
-        async with show(folder, engine_url, user, seed) as run:
-            rates = {0: await run.evaluate(0, evals)}
-            print(f"seed {seed}, {preference}: {rates[0]:.2f} before", flush=True)
-            for number in range(sessions):
-                await run.session(number)
-                stable = run.learner.history.stable
-                if stable not in rates:
-                    rates[stable] = await run.evaluate(stable, evals)
-                    words = f"after session {number + 1}, adapter {stable}: {rates[stable]:.2f}"
-                    print(f"  {words}", flush=True)
-            if (canary := run.learner.history.canary) is not None:
-                found = run.learner.history.comparison
-                rates[canary] = await run.evaluate(canary, evals)
-                words = f"won {found.won}, lost {found.lost} of {found.pairs} pairs"
-                print(f"  canary {canary}: {rates[canary]:.2f}, {words}", flush=True)
-            for line in run.learner.journal.lines:
+    user = User(preference, random.Random(seed + 100))
+    async with show(folder, engine_url, user, seed) as run:
+        history, shown = run.learner.history, 0
+        rates = {0: await run.evaluate(0, evals)}
+        print(f"seed {seed}, {preference}: {rates[0]:.2f} before", flush=True)
+        for number in range(sessions):
+            await run.session(number)
+            for line in run.learner.journal.lines[shown:]:
                 if line["kind"] in _SHOWN:
-                    print("   ", {k: line[k] for k in line if k not in _NOT_SHOWN}, flush=True)
-            return {"preference": preference, "rates": rates, "calls": run.calls}
+                    said = {k: line[k] for k in line if k not in _NOT_SHOWN}
+                    print(f"  seed {seed}, session {number + 1}: {said}", flush=True)
+            shown = len(run.learner.journal.lines)
+            if history.stable not in rates:
+                rates[history.stable] = rate = await run.evaluate(history.stable, evals)
+                print(f"  seed {seed}, adapter {history.stable}: {rate:.2f}", flush=True)
+        if (canary := history.canary) is not None:
+            found = history.comparison
+            rates[canary] = await run.evaluate(canary, evals)
+            words = f"{rates[canary]:.2f}, {found.counts}, better {found.better:.3g}"
+            print(f"  seed {seed}, canary {canary}, undecided: {words}", flush=True)
+        week = [liked for _, liked in run.outcomes]
+        return {
+            "preference": preference,
+            "before": rates[0],
+            "after": rates[history.stable],
+            "rates": rates,
+            "liked_per_10": [sum(week[n : n + 10]) for n in range(0, len(week), 10)],
+            "calls": run.calls,
+            "seconds": {name: round(value) for name, value in run.seconds.items()},
+        }
 
 
 def main() -> int:
@@ -65,29 +79,31 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     shows = ("learn", "worse", "poison", "swaps", "forget")
-    parser.add_argument("--show", choices=shows, default="learn")
+    parser.add_argument("--show", choices=shows, nargs="+", default=["learn"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--evals", type=int, default=40)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     make_model()
-    for seed in arguments.seeds:
-        with tempfile.TemporaryDirectory(prefix="learn-") as name:
-            folder = Path(name)
-            if arguments.show == "learn":
-                work = learns(folder, seed, arguments.sessions, arguments.evals)
-            else:
-                scenarios = {
-                    "worse": worse,
-                    "poison": poison,
-                    "swaps": swaps,
-                    "forget": forgotten,
-                }
-                work = scenarios[arguments.show](folder, seed)
-            said = {"show": arguments.show, "seed": seed, **asyncio.run(work)}
-            print(json.dumps(said), flush=True)
+    with tempfile.TemporaryDirectory(prefix="learn-") as name:
+        asyncio.run(_shown(arguments, Path(name)))
     return 0
+
+
+async def _shown(arguments: argparse.Namespace, folder: Path) -> None:
+    async with engine(folder) as engine_url:
+        for name, seed in itertools.product(arguments.show, arguments.seeds):
+            own = folder / f"{name}{seed}"
+            own.mkdir()
+            if name == "learn":
+                work = learns(own, engine_url, seed, arguments.sessions, arguments.evals)
+            else:
+                work = HARM[name](own, engine_url, seed)
+            started = time.monotonic()
+            found = {"show": name, "seed": seed, **await work}
+            wall_s = round(time.monotonic() - started)
+            print(json.dumps({**found, "wall_s": wall_s}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 from pathlib import Path
@@ -36,8 +37,8 @@ async def run(http: aiohttp.ClientSession, session: SessionHandle, job: Job, fol
             line = command_of(call["function"]["arguments"])
             if line == SUBMIT:
                 return step + 1
-            result = {"role": "tool", "tool_call_id": call["id"], "content": shell(line, folder)}
-            messages.append(result)
+            said = await asyncio.to_thread(shell, line, folder)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
         if not message.get("tool_calls"):
             return step + 1
     return MAX_STEPS

@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ from trainer.extras.learn.config import LearnConfig, read_config
 from trainer.extras.learn.learner import DailyLearner
 from trainer.policy.adapter import adapter_arguments
 
-_NOT_SHOWN = ("hash", "previous", "at")
+AT_ONCE = 8
+"""Sessions of an evaluation at once, which a vLLM samples in one batch."""
 ADMIN_KEY = "admin-key-of-the-benchmark"
 
 
@@ -73,21 +75,29 @@ class Show:
     outcomes: list[tuple[str, bool]] = field(default_factory=list)
     """Of each session: the policy that served it, and whether it was as the user likes."""
     calls: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+    """What took the time: sessions, the learner's looks, its updates, evaluations."""
 
     async def session(self, number: int) -> bool:
         """One session of daily work, and what the learner then does."""
+        started = time.monotonic()
         folder = self.folder / "work" / f"{number:04d}"
         world.new_repository(folder)
         metadata = {"folder": str(folder)}
         made = await self.control.create_session(f"day-{number:04d}", metadata=metadata)
-        liked = await self.work(made, folder, self.user.preference, self.rng)
+        liked = await self.work(made, folder, self.user.preference, world.new_job(self.rng))
         await self.control.complete(made.trial_id)
         await self.user.react(self.control, made.trial_id, folder, liked=liked)
         session, turns = await self.control.get_turns(made.trial_id)
         served = {turn.policy for turn in turns}
         assert served == {session.policy_of("")}, f"{made.trial_id} was served by {served}"
         self.outcomes.append((session.policy_of(""), liked))
+        ended = time.monotonic()
+        updates = len(self.learner.history.updates)
         await self.learner.tick()
+        updated = len(self.learner.history.updates) > updates
+        self.seconds["sessions"] += ended - started
+        self.seconds["updates" if updated else "looks"] += time.monotonic() - ended
         return liked
 
     async def order(self, order: str) -> None:
@@ -96,27 +106,32 @@ class Show:
             await admin.order(self.learner.policy, order)
 
     async def work(
-        self, made: SessionHandle, folder: Path, preference: str, rng: random.Random
+        self, made: SessionHandle, folder: Path, preference: str, job: world.Job
     ) -> bool:
-        job = world.new_job(rng)
         self.calls += await agent.run(self.http, made, job, folder)
         _, turns = await self.control.get_turns(made.trial_id)
         return world.is_preferred(folder, job, preference, commands_of(turns))
 
     async def evaluate(self, adapter: int, count: int) -> float:
         """The share of fresh sessions, which nothing learns from, that are as the user likes."""
-        rng, liked = random.Random(1_000_003), 0
+        started, rng = time.monotonic(), random.Random(1_000_003)
         policies = {"": f"{self.learner.policy}-{adapter}"} if adapter else {}
-        for number in range(count):
-            folder = self.folder / "eval" / f"{time.monotonic_ns()}"
-            world.new_repository(folder)
-            made = await self.control.create_session(
-                kind=SessionKind.EVAL, policies=policies, sampling={"temperature": 1.0}
-            )
-            liked += await self.work(made, folder, self.user.preference, rng)
-            await self.control.complete(made.trial_id)
-            assert number < count
-        return liked / count
+        at_once = asyncio.Semaphore(AT_ONCE)
+
+        async def fresh(job: world.Job) -> bool:
+            async with at_once:
+                folder = self.folder / "eval" / f"{time.monotonic_ns()}"
+                world.new_repository(folder)
+                made = await self.control.create_session(
+                    kind=SessionKind.EVAL, policies=policies, sampling={"temperature": 1.0}
+                )
+                liked = await self.work(made, folder, self.user.preference, job)
+                await self.control.complete(made.trial_id)
+                return liked
+
+        liked = await asyncio.gather(*(fresh(world.new_job(rng)) for _ in range(count)))
+        self.seconds["evaluations"] += time.monotonic() - started
+        return sum(liked) / count
 
 
 def commands_of(turns: Any) -> list[str]:
@@ -132,7 +147,7 @@ def commands_of(turns: Any) -> list[str]:
 async def engine(folder: Path, seed: int = 0) -> AsyncIterator[str]:
     """A vLLM that serves adapters of the model."""
     args = tuple(adapter_arguments(MODEL))
-    settings = VllmConfig(max_context_tokens=2048, lora_rank=8, lora_slots=4, args=args)
+    settings = VllmConfig(max_context_tokens=2048, lora_rank=8, lora_slots=12, args=args)
     log = folder / "vllm.log"
     server = VllmServer(settings, MODEL, log=log, dtype="float32", seed=seed)
     await server.start()
@@ -171,16 +186,22 @@ async def recorder(folder: Path, engine_url: str, section: dict[str, Any]) -> As
             await process.wait()
 
 
+def section_of(folder: Path) -> dict[str, Any]:
+    """The section `recorder`. Several learners share an engine, by the names of their folders."""
+    return {"policy": folder.name, "folder": str(folder / "learn"), "folders": [str(folder)]}
+
+
 def learn_yaml(folder: Path, url: str, engine_url: str, seed: int, **more: Any) -> LearnConfig:
     """Writes and reads the learner's configuration."""
     values: dict[str, Any] = {
-        "recorder": {"policy": "work", "folder": str(folder / "learn"), "folders": [str(folder)]},
+        "recorder": section_of(folder),
         "url": url,
         "engines": [engine_url],
         "evidence": ["rating", {"name": "kept", "after_s": 0}],
         "model": {"path": str(MODEL), "lora": {"rank": 8, "alpha": 16}},
         "optimizer": {"lr": 3.0e-3, "betas": [0.9, 0.95]},
-        "update": {"sessions": 12, "epochs": 24, "held_out": 0.1} | more.pop("update", {}),
+        "update": {"sessions": 8, "good": 2, "epochs": 24, "held_out": 0.1, "replay": 1.0}
+        | more.pop("update", {}),
         "canary": {"alpha": 0.1},
         "device": "cpu",
         "seed": seed,
@@ -195,8 +216,7 @@ async def show(
     folder: Path, engine_url: str, user: User, seed: int, **more: Any
 ) -> AsyncIterator[Show]:
     """A user with a recorder and a learner."""
-    section = {"policy": "work", "folder": str(folder / "learn"), "folders": [str(folder)]}
-    async with recorder(folder, engine_url, section) as url:
+    async with recorder(folder, engine_url, section_of(folder)) as url:
         config = learn_yaml(folder, url, engine_url, seed, **more)
         async with (
             learning(config) as learner,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +66,14 @@ def new_job(rng: random.Random) -> Job:
 
 
 def new_repository(folder: Path) -> None:
-    """A repository with the files of the tasks and one commit."""
+    """A repository with the files of the tasks and one commit: a copy of the first."""
+    first = folder.parent / "first"
+    if not first.exists():
+        _make_repository(first)
+    shutil.copytree(first, folder)
+
+
+def _make_repository(folder: Path) -> None:
     folder.mkdir(parents=True)
     for number, name in enumerate(SOURCES):
         (folder / f"{name}.txt").write_text(f"{number}\n", encoding="utf-8")

@@ -11,6 +11,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -30,6 +31,8 @@ class Assignment:
     """No canary gets sessions, and none is promoted."""
     order: str = ""
     """What a person wants of the canary: `promote` or `rollback`, until the learner has done it."""
+    since: float = 0.0
+    """Unix time from which a new session has had each adapter with the same probability."""
     created: int = 0
     """Number of sessions that have an adapter by this object."""
 
@@ -42,6 +45,11 @@ class Assignment:
         if canary is None or _draw(canary, self.created) >= self.share:
             return self.stable, after
         return canary, after
+
+    def changed(self, at: float, **more: Any) -> Assignment:
+        """With these fields; `at`: the Unix time, which is `since` if they change anything."""
+        after = replace(self, **more)
+        return self if after == self else replace(after, since=at)
 
     def write(self, path: Path) -> None:
         replace_file(path, orjson.dumps(asdict(self)).decode())

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -166,8 +167,8 @@ class Learning(Extra):
                 raise RequestError(f"adapter {number} is not published", status=409)
         before = self._assignments[recorder.policy]
         order = "" if new.done == before.order else before.order
-        after = replace(before, stable=new.stable, canary=new.canary, share=new.share, order=order)
-        await self._set(recorder, after)
+        given = {"stable": new.stable, "canary": new.canary, "share": new.share, "order": order}
+        await self._set(recorder, before.changed(time.time(), **given))
         return json_answer(await self._shown(recorder))
 
     @route("PUT", _OF + r"/adapters/{number:\d+}", name="learn_adapter", summary="", **_HIDDEN)
@@ -197,11 +198,11 @@ class Learning(Extra):
         wanted = parsed(Order, await read_body(request)).order
         before = self._assignments[recorder.policy]
         if wanted in ("freeze", "thaw"):
-            after = replace(before, frozen=wanted == "freeze")
+            after = before.changed(time.time(), frozen=wanted == "freeze")
         elif before.canary is None:
             raise RequestError(f"policy {recorder.policy}: there is no canary", status=409)
         else:
-            after = replace(before, order=wanted)
+            after = before.changed(time.time(), order=wanted)
         await self._set(recorder, after)
         return json_answer(await self._shown(recorder))
 

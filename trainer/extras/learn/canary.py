@@ -1,80 +1,121 @@
 """Whether a canary is better than the stable adapter, by a test that may be looked at any time.
 
-The n-th judged session of the canary is paired with the n-th of the stable adapter. Pairs with
-equal outcomes say nothing; of the others, W are won by the canary and L lost. If it is not better,
-each of them is won with a probability of at most 1/2, and
+A new session gets the canary with the probability `share`, a, and both adapters' probabilities of
+its tokens, π_c and π_s, can be computed, whichever sampled them. So each judged session tells of
+both. With y = 1 if it went well, else 0,
 
-    E = ∫₀¹ (1 + λ)^W (1 − λ)^L dλ
+    X = w (y − b) / max(b, 1 − b),    w = min(a, 1 − a) (π_c − π_s) / (a π_c + (1 − a) π_s)
+
+is within [−1, 1], and has a mean of at most 0 if sessions of the canary go well at most as often,
+because w weighs the sessions that both together give: a balance heuristic (Veach and Guibas 1995).
+b, of the sessions before, only makes the variance small. Then
+
+    E = ∫₀¹ Π (1 + λ X) dλ
 
 is a nonnegative supermartingale that begins at 1. It exceeds 1/α at any time with a probability of
-at most α (Ville 1939): the mixture test of Robbins (1970), as in Johari et al., arXiv 1512.04922.
-The integral is a sum over fixed values of λ, which is such a supermartingale, too.
+at most α (Ville 1939): a test by betting (Waudby-Smith and Ramdas, arXiv 2010.09686) with the
+off-policy weights of arXiv 2210.10768, and the mixture of Robbins (1970). The integral is a sum
+over fixed values of λ, which is such a supermartingale, too.
+
+Where the ratio of the probabilities is not known, or is far from 1 as in long sessions, w is ±1 by
+the adapter that served the session: the comparison of the two shares.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 Verdict = Literal["promote", "rollback", "undecided"]
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 _LAMBDA = (_NODES + 1) / 2
-
-
-@lru_cache(maxsize=4096)
-def evidence_against(won: int, lost: int) -> float:
-    """E: the evidence against "wins are at most as probable as losses"."""
-    logs = won * np.log1p(_LAMBDA) + lost * np.log1p(-_LAMBDA)
-    return float((np.exp(logs) * _WEIGHTS / 2).sum())
+MAX_LOG_RATIO = 50.0
+"""Beyond it, `w` is ±1 in floating point."""
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """A judged session. Example: Compared(well=True, by_canary=False, log_ratio=0.7)"""
+
+    well: bool
+    """Whether it went well."""
+    by_canary: bool
+    log_ratio: float | None = None
+    """log π_c/π_s of its sampled tokens, in nats; None: only known is who sampled them."""
+
+    def weight(self, share: float) -> float:
+        """w, in [-1, 1]."""
+        least = min(share, 1 - share)
+        if self.log_ratio is None:
+            return least / share if self.by_canary else -least / (1 - share)
+        bounded = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, self.log_ratio))
+        return least * math.expm1(bounded) / (share * math.exp(bounded) + 1 - share)
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Example: Comparison(canary=[1, 1, 0], stable=[0, 1]).verdict(alpha=0.05, max_pairs=40)"""
+    """Example: Comparison([Compared(True, True, 0.4)], share=0.5).verdict(0.05, max_sessions=80)"""
 
-    canary: Sequence[bool]
-    """Whether each judged session went well, in the order in which they were judged."""
-    stable: Sequence[bool]
-
-    @property
-    def pairs(self) -> int:
-        return min(len(self.canary), len(self.stable))
-
-    @property
-    def won(self) -> int:
-        return sum(ours and not theirs for ours, theirs in self._pairs)
-
-    @property
-    def lost(self) -> int:
-        return sum(theirs and not ours for ours, theirs in self._pairs)
+    sessions: Sequence[Compared]
+    """In the order in which they were judged."""
+    share: float
+    """Share of the new sessions that the canary gets."""
 
     @property
     def better(self) -> float:
-        """The evidence that the canary is better."""
-        return evidence_against(self.won, self.lost)
+        """E: the evidence that the canary is better."""
+        return float(self._evidence(1)[-1])
 
     @property
     def worse(self) -> float:
         """The evidence that it is worse."""
-        return evidence_against(self.lost, self.won)
+        return float(self._evidence(-1)[-1])
 
-    def verdict(self, alpha: float, max_pairs: int) -> Verdict:
+    @property
+    def counts(self) -> dict[str, list[int]]:
+        """Adapter → number of its sessions that went well, and of all its sessions."""
+        return {
+            name: [sum(each.well for each in own), len(own)]
+            for name, own in (
+                ("canary", [each for each in self.sessions if each.by_canary]),
+                ("stable", [each for each in self.sessions if not each.by_canary]),
+            )
+        }
+
+    def verdict(self, alpha: float, max_sessions: int) -> Verdict:
         """`promote`: with a probability of at most `alpha`, the canary is not better. `rollback`:
         with at most `alpha`, it is not worse; or it is not shown to be better after
-        `max_pairs`."""
-        won = lost = 0
-        for pairs, (ours, theirs) in enumerate(self._pairs, 1):  # whichever came first
-            won, lost = won + (ours and not theirs), lost + (theirs and not ours)
-            if evidence_against(won, lost) >= 1 / alpha:
+        `max_sessions`."""
+        both = zip(self._evidence(1), self._evidence(-1), strict=True)
+        for number, (better, worse) in enumerate(both):  # whichever came first
+            if better >= 1 / alpha:
                 return "promote"
-            if evidence_against(lost, won) >= 1 / alpha or pairs >= max_pairs:
+            if worse >= 1 / alpha or number >= max_sessions:
                 return "rollback"
         return "undecided"
 
-    @property
-    def _pairs(self) -> list[tuple[bool, bool]]:
-        return list(zip(self.canary, self.stable, strict=False))
+    def _evidence(self, sign: int) -> npt.NDArray[np.float64]:
+        """`[n + 1]`: the evidence before the first session, and after each."""
+        factors = np.log1p(_LAMBDA * sign * self._increments[:, None])
+        logs = np.concatenate([np.zeros((1, len(_LAMBDA))), np.cumsum(factors, axis=0)])
+        found: npt.NDArray[np.float64] = np.exp(logs) @ (_WEIGHTS / 2)
+        return found
+
+    @cached_property
+    def _increments(self) -> npt.NDArray[np.float64]:
+        """`[n]`: X of each session. b is the mean of the earlier outcomes, each weighted by w²,
+        with a half session of each kind before them."""
+        found = np.zeros(len(self.sessions))
+        seen, went_well = 1.0, 0.5
+        for index, each in enumerate(self.sessions):
+            weight, mean = each.weight(self.share), went_well / seen
+            found[index] = weight * (each.well - mean) / max(mean, 1 - mean)
+            seen += weight**2
+            went_well += each.well * weight**2
+        return found

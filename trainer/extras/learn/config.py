@@ -34,6 +34,9 @@ class Update(Section):
 
     sessions: int = Field(8, ge=1)
     """Number of new sessions with evidence for which an update waits."""
+    good: int = Field(1, ge=0)
+    """Number of good sessions among them for which it waits, too: bad ones do not say what to
+    do."""
     replay: float = Field(0.5, ge=0, le=1)
     """Share of the sessions that the stable adapter has learned, which are trained again."""
     held_out: float = Field(0.2, ge=0, lt=1)
@@ -44,8 +47,8 @@ class Update(Section):
     epochs: int = Field(4, ge=1)
     """Optimizer steps of an update, each on all of its sessions."""
     bad: float = Field(0.3, ge=0)
-    """Weight of bad evidence in the loss. Where most evidence is bad, its weight must be small: it
-    says what not to do, but not what to do."""
+    """Weight of bad evidence in the loss. All of it together weighs at most this share of the good
+    evidence: where most is bad, it would only take the policy away from everything it does."""
     kl: float = Field(0.02, ge=0)
     """Weight of the KL divergence to the base in the loss."""
 
@@ -58,8 +61,9 @@ class Canary(Section):
     alpha: float = Field(0.05, gt=0, lt=1)
     """Probability with which an adapter is promoted that is not better, at most; the same for one
     that is rolled back as worse, and is not."""
-    max_pairs: int = Field(40, ge=1)
-    """Pairs of judged sessions after which an undecided canary is rolled back."""
+    max_sessions: int = Field(80, ge=1)
+    """Judged sessions, of both adapters together, after which an undecided canary is rolled
+    back."""
 
 
 class Gates(Section):

@@ -3,8 +3,9 @@
     {"kind": "session", "session": …, "value": 1.0, "findings": […], "adapter": 3, …}
     {"kind": "update", "number": 5, "parent": 3, "sessions": […], "replayed": […], "groups": …}
     {"kind": "gate", "number": 5, "passed": true, "measures": {…}}
-    {"kind": "canary", "number": 5, "stable": 3}
-    {"kind": "promote" | "rollback", "number": 5, "by": "test" | "person" | …, "won": 6, "lost": 0}
+    {"kind": "canary", "number": 5, "stable": 3, "share": 0.5}
+    {"kind": "compare", "number": 5, "since": …}
+    {"kind": "promote" | "rollback", "number": 5, "by": "test" | "person" | …, "better": 12.1, …}
 
 `History` is what the lines say. Invariant: the journal is the learner's only state; a learner that
 is killed continues from it. A line is written before what it says is done.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +28,7 @@ import msgspec
 from agent_loop.producers.rollout_format import encode_group
 from agent_loop.records import Group
 from proxy.run_files.files import replace_file
-from trainer.extras.learn.canary import Comparison
+from trainer.extras.learn.canary import Compared, Comparison
 from trainer.extras.ledger.ledger import Line, line_hash, read_batch, read_lines
 
 FILE = "journal.jsonl"
@@ -98,7 +100,10 @@ class History:
     """Adapter → the line of its update."""
     stable: int = 0
     canary: int | None = None
-    canary_at: float = 0.0
+    share: float = 0.5
+    """Share of the new sessions that the canary gets."""
+    compared_since: float = math.inf
+    """Sessions that were created since then had the canary with the probability `share`."""
     pending: int | None = None
     """An adapter whose gates are not passed yet."""
     set_aside: set[str] = field(default_factory=set)
@@ -128,7 +133,10 @@ class History:
                 self.updates[number] = line
                 self.pending = number
             case "canary":
-                self.canary, self.canary_at, self.pending = number, line["at"], None
+                self.canary, self.share, self.pending = number, line["share"], None
+                self.compared_since = math.inf
+            case "compare":
+                self.compared_since = line["since"]
             case "promote":
                 self.stable, self.canary = number, None
             case "rollback":
@@ -175,11 +183,17 @@ class History:
             for session in line["sessions"]
         }
 
+    def is_compared(self, adapter: int | None, created_at: float) -> bool:
+        """Whether a session tells of the canary and the stable adapter."""
+        arms = () if self.canary is None else (self.canary, self.stable)
+        return adapter in arms and created_at >= self.compared_since
+
     @property
     def comparison(self) -> Comparison:
-        """The outcomes of the sessions that began since the canary did."""
-        arms: dict[int, list[bool]] = {self.canary or -1: [], self.stable: []}
-        for line in self.sessions.values():
-            if line["outcome"] is not None and line["created_at"] >= self.canary_at:
-                arms.get(line["adapter"], []).append(line["outcome"])
-        return Comparison(arms[self.canary or -1], arms[self.stable])
+        """The judged sessions that tell of the canary and the stable adapter."""
+        compared = [
+            Compared(line["outcome"], line["adapter"] == self.canary, line["log_ratio"])
+            for line in self.sessions.values()
+            if line["outcome"] is not None and self.is_compared(line["adapter"], line["created_at"])
+        ]
+        return Comparison(compared, self.share)

@@ -33,9 +33,16 @@ from trainer.extras.learn.config import LearnConfig
 from trainer.extras.learn.gates import as_json, refusals
 from trainer.extras.learn.journal import History, Journal
 from trainer.extras.learn.judging import Judged, is_due, judged
-from trainer.extras.learn.rollouts import Lineage, adapter_of, prepared
+from trainer.extras.learn.rollouts import Lineage, adapter_of, prepared, scored
 from trainer.extras.learn.seen import Seen
-from trainer.extras.learn.update import SERVED, Adapters, Begin, PublishAdapter, UpdateAdapter
+from trainer.extras.learn.update import (
+    SERVED,
+    Adapters,
+    Begin,
+    CompareAdapters,
+    PublishAdapter,
+    UpdateAdapter,
+)
 from trainer.extras.ledger.ledger import line_of_step
 from trainer.weight_sync.control import EngineControl
 
@@ -104,17 +111,25 @@ class DailyLearner:
 
     async def tick(self) -> None:
         """Does what is due. Raises ProxyClientError, TrainerError."""
-        state = await self.recorder.assignment(self.policy)
-        await self._serve_what_counts(state)
+        await self._serve_what_counts(await self.recorder.assignment(self.policy))
+        self._compare_since(await self.recorder.assignment(self.policy))
         await self._judge()
-        await self._decide(str(state["order"]), frozen=bool(state["frozen"]))
+        state = await self.recorder.assignment(self.policy)
+        await self._decide(state)
         if self.history.canary is None and not state["frozen"]:
             await self._update_if_due()
         await self._retire(state["open"])
 
+    def _compare_since(self, state: Mapping[str, Any]) -> None:
+        """Compares the sessions that were created since the canary, or a person's thaw."""
+        is_new = state["since"] != self.history.compared_since
+        if self.history.canary is not None and not state["frozen"] and is_new:
+            self._write("compare", number=self.history.canary, since=state["since"])
+
     async def _judge(self) -> None:
         """Judges the sessions whose evidence is complete, and those again that a person has rated,
         or a rule marked, since."""
+        due = []
         for view in await self.recorder.readable(self.policy):
             known = self.history.sessions.get(view["trial_id"])
             if known is not None and known["said"] == _said_of(view["rewards"], view["marks"]):
@@ -122,13 +137,35 @@ class DailyLearner:
             session, turns = await self.recorder.record(self.policy, view["trial_id"])
             seen = Seen(session, turns, time.time())
             if is_due(seen, self.config.evidence):
-                await self._judged(seen)
+                due.append(seen)
+        ratios = await self._log_ratios(due)
+        for seen in due:
+            await self._judged(seen, ratios.get(seen.session.session_id))
 
-    async def _judged(self, seen: Seen) -> None:
+    async def _log_ratios(self, due: Sequence[Seen]) -> Mapping[str, float]:
+        """Of the sessions that are compared: log π_canary/π_stable, where it can be computed."""
+        history, temperature = self.history, self.config.temperature
+        groups = [
+            group
+            for each in due
+            if self._is_compared(each)
+            and (group := scored(each.session, each.turns, self.policy, temperature)) is not None
+        ]
+        if not groups or history.canary is None:
+            return {}
+        request = CompareAdapters(self.adapters, history.canary, history.stable, groups)
+        return await self.rank_zero.ask(request)
+
+    def _is_compared(self, seen: Seen) -> bool:
+        adapter = _adapter(seen.session, seen.turns, self.policy)
+        return self.history.is_compared(adapter, seen.session.created_at)
+
+    async def _judged(self, seen: Seen, log_ratio: float | None) -> None:
         found = await asyncio.to_thread(judged, seen, self.config.evidence)
         session = seen.session
         root = session.session_id if session.origin is None else session.origin.session_id
         held_out = _share(root) < self.config.update.held_out
+        outcome, log_ratio = self._first_outcome(found, log_ratio)
         self._write(
             "session",
             session=session.session_id,
@@ -139,7 +176,8 @@ class DailyLearner:
             findings=found.findings,
             barred=found.barred,
             held_out=held_out,
-            outcome=self._first_outcome(found),
+            outcome=outcome,
+            log_ratio=log_ratio,
             said=_said_of(
                 [reward_fields(each) for each in session.rewards],
                 [mark_fields(each) for each in session.marks],
@@ -148,34 +186,35 @@ class DailyLearner:
         held = "held out, never trained; " if held_out and found.trains else ""
         await self._say(session.session_id, (held + found.text)[:MAX_VALUE_CHARS])
 
-    def _first_outcome(self, found: Judged) -> bool | None:
-        """The outcome that adapters are compared by, which stays: a test that is looked at any time
-        must not change its past."""
+    def _first_outcome(
+        self, found: Judged, log_ratio: float | None
+    ) -> tuple[bool | None, float | None]:
+        """The outcome and the log ratio that adapters are compared by, which stay: a test that is
+        looked at any time must not change its past."""
         known = self.history.sessions.get(found.session_id)
         if known is not None and known["outcome"] is not None:
-            return bool(known["outcome"])
-        return _outcome(found)
+            return known["outcome"], known["log_ratio"]
+        return _outcome(found), log_ratio
 
-    async def _decide(self, order: str, *, frozen: bool) -> None:
+    async def _decide(self, state: Mapping[str, Any]) -> None:
         """Promotes the canary or rolls it back, if that is decided."""
-        canary = self.history.canary
+        canary, order, frozen = self.history.canary, str(state["order"]), bool(state["frozen"])
         if canary is None:
             if order:  # what it was about is decided already
                 await self._assign(done=order)
             return
         found, settings = self.history.comparison, self.config.canary
-        verdict, by = found.verdict(settings.alpha, settings.max_pairs), "test"
+        verdict, by = found.verdict(settings.alpha, settings.max_sessions), "test"
         if order:
             verdict, by = ("promote" if order == "promote" else "rollback"), "person"
-        elif frozen or verdict == "undecided":
+        elif frozen or verdict == "undecided" or state["since"] != self.history.compared_since:
             return
         elif verdict == "rollback" and found.worse < 1 / settings.alpha:
             by = "undecided"
-        numbers = {"won": found.won, "lost": found.lost, "pairs": found.pairs}
         statistics = {"better": found.better, "worse": found.worse, "alpha": settings.alpha}
         harmful = verdict == "rollback" and by != "undecided"
         aside = {"set_aside": self.history.updates[canary]["sessions"]} if harmful else {}
-        self._write(verdict, number=canary, by=by, **numbers, **statistics, **aside)
+        self._write(verdict, number=canary, by=by, well=found.counts, **statistics, **aside)
         await self._assign(done=order)
 
     async def _update_if_due(self) -> None:
@@ -187,7 +226,9 @@ class DailyLearner:
             if line["turns"] and not line["held_out"] and name not in history.set_aside
         ]
         fresh = [name for name in open_ if name not in learned]
-        if len(set(fresh) - history.tried) < settings.sessions:
+        untried = set(fresh) - history.tried
+        good = sum(sum(history.sessions[name]["turns"].values()) > 0 for name in untried)
+        if len(untried) < settings.sessions or good < settings.good:
             return
         number = history.last + 1
         again = [
@@ -201,7 +242,7 @@ class DailyLearner:
         tests, _ = await self._groups(held_out)
         if not groups:
             return
-        request = UpdateAdapter(self.adapters, number, parent, groups, tests)
+        request = UpdateAdapter(self.adapters, number, parent, groups, settings.bad, tests)
         batch = self.journal.keep_batch(number, groups)
         try:
             done = await self.rank_zero.ask(request)
@@ -241,7 +282,8 @@ class DailyLearner:
         except WeightSyncError as error:
             self._write("rollback", number=number, by="engine", why=[str(error)])
             return
-        self._write("canary", number=number, stable=self.history.stable)
+        share = self.config.canary.share
+        self._write("canary", number=number, stable=self.history.stable, share=share)
         await self._assign()
 
     def _roll_back(self, number: int, by: str, why: Sequence[str]) -> None:
@@ -256,7 +298,6 @@ class DailyLearner:
             history.ages(history.stable),
             self.config.update.max_staleness,
             self.config.temperature,
-            self.config.update.bad,
         )
         groups = []
         for name in names:
@@ -294,7 +335,7 @@ class DailyLearner:
 
     async def _assign(self, done: str = "") -> None:
         canary = self.history.canary
-        share = 0.0 if canary is None else self.config.canary.share
+        share = 0.0 if canary is None else self.history.share
         await self.recorder.assign(
             self.policy, stable=self.history.stable, canary=canary, share=share, done=done
         )

@@ -37,7 +37,8 @@ async def proven(learner: DailyLearner) -> list[str]:
     for number in _line(learner):
         line = learner.history.updates[number]
         groups = learner.journal.batch(number)
-        scratch = UpdateAdapter(learner.adapters, number, line["parent"], groups, keep=False)
+        bad = learner.config.update.bad
+        scratch = UpdateAdapter(learner.adapters, number, line["parent"], groups, bad, keep=False)
         found = line_of_step(groups, (await learner.rank_zero.ask(scratch)).evidence)
         for name in ("groups", "policies", "sums"):
             if found[name] != line[name]:
@@ -85,7 +86,8 @@ async def forget(learner: DailyLearner, sessions: Collection[str]) -> Forgotten:
             continue
         following += 1
         batch = journal.keep_batch(following, groups)
-        request = UpdateAdapter(learner.adapters, following, parent, groups)
+        bad = learner.config.update.bad
+        request = UpdateAdapter(learner.adapters, following, parent, groups, bad)
         evidence = (await learner.rank_zero.ask(request)).evidence
         renamed[number] = following
         changed[number] = {

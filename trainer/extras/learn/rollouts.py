@@ -32,8 +32,6 @@ class Lineage:
     """Adapter → generations between it and the one that is updated."""
     max_staleness: int
     temperature: float
-    bad: float = 1.0
-    """Weight of bad evidence in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +81,35 @@ def prepared(
         RolloutStatus.DONE,
         judged.value,
         segments=segments,
-        turn_returns={
-            turn: value if value > 0 else lineage.bad * value
-            for turn, value in judged.turns.items()
-            if turn not in untrained
-        },
+        turn_returns={turn: value for turn, value in judged.turns.items() if turn not in untrained},
         num_turns=len(turns),
     )
     return Prepared(Group(session.session_id, task, (rollout,)), left_out)
+
+
+def scored(
+    session: Session, turns: Sequence[Turn], policy: str, temperature: float
+) -> Group | None:
+    """The session as a group of which every sampled token is scored, those of secrets too. None:
+    its probability cannot be computed, because of images, another temperature, or turns of another
+    session or policy."""
+    numbers = [adapter_of(turn, policy) for turn in turns]
+    same = all(float(t.sampling.get("temperature", 1.0)) == temperature for t in turns if t.sampled)
+    if not same or session.origin is not None or None in numbers or any(t.images for t in turns):
+        return None
+    own = [_numbered(turn, number or 0) for turn, number in zip(turns, numbers, strict=True)]
+    try:
+        segments = build_segments(own)
+    except TrajectoryError:
+        return None
+    if not any(segment.mask.any() for segment in segments):
+        return None
+    task = Task(session.session_id, {})
+    status = RolloutStatus.DONE
+    rollout = Rollout(
+        session.session_id, task, status, 0.0, segments=segments, num_turns=len(turns)
+    )
+    return Group(session.session_id, task, (rollout,))
 
 
 def adapter_of(turn: Turn, policy: str) -> int | None:

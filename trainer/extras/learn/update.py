@@ -6,18 +6,22 @@ bit the same whenever and wherever that is done on the same software (`trainer.d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agent_loop.records import Group
+import torch
+
+from agent_loop.records import Group, Rollout
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import build_batch, trained_batch
 from trainer.checkpoint import Checkpoints, Saved, random_state, restore_random_state
 from trainer.extras.learn.gates import Measures, look, measured
 from trainer.extras.ledger.evidence import Evidence, weights_hash
 from trainer.fit import TrainOn
+from trainer.learning import steps
 from trainer.learning.learner import Learner
 from trainer.learning.policies import Learners
 from trainer.policy.adapter import adapter_config
@@ -92,6 +96,8 @@ class UpdateAdapter:
     number: int
     parent: int
     groups: Sequence[Group]
+    bad: float
+    """Weight of bad evidence; all of it together weighs at most this share of the good evidence."""
     held_out: Sequence[Group] = ()
     keep: bool = True
     """Whether the adapter is saved."""
@@ -101,11 +107,12 @@ class UpdateAdapter:
         learner = learners.only
         self.adapters.load(learner, self.parent)
         temperature = learner.config.rollout.temperature
-        batch = trained_batch(self.groups)
+        groups = balanced(self.groups, self.bad)
+        batch = trained_batch(groups)
         test = build_batch(self.held_out) if self.held_out else None
         before = look(learner, batch, temperature)
         test_before = None if test is None else look(learner, test, temperature)
-        result = TrainOn(self.groups, keep_evidence=True).on(learners)
+        result = TrainOn(groups, keep_evidence=True).on(learners)
         after = look(learner, batch, temperature)
         held_out = None
         if test is not None and test_before is not None:
@@ -114,6 +121,49 @@ class UpdateAdapter:
             self.adapters.save(learner, self.number)
         found = measured((batch, before, after), held_out, self.parent)
         return Updated(result.evidence, result.metrics, found)
+
+
+def balanced(groups: Sequence[Group], bad: float) -> list[Group]:
+    """The groups with the values of their turns as the loss takes them. Many bad answers and few
+    good ones would only take the policy away from everything that it does.
+
+    Example: one turn of 1.0 and ten of -1.0, with bad=0.3, become one of 1.0 and ten of -0.03.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    values = [value for rollout in rollouts for value in rollout.turn_returns.values()]
+    good = math.fsum(value for value in values if value > 0)
+    of_bad = -math.fsum(value for value in values if value < 0)
+    weight = bad * min(1.0, good / of_bad) if of_bad else bad
+
+    def weighed(rollout: Rollout) -> Rollout:
+        returns = {t: v if v > 0 else weight * v for t, v in rollout.turn_returns.items()}
+        return replace(rollout, turn_returns=returns)
+
+    return [replace(group, rollouts=tuple(map(weighed, group.rollouts))) for group in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class CompareAdapters:
+    """Returns, for each session, log π_canary − log π_stable of its sampled tokens, in nats."""
+
+    adapters: Adapters
+    canary: int
+    stable: int
+    groups: Sequence[Group]
+
+    def on(self, learners: Learners) -> dict[str, float]:
+        """Raises CheckpointError: an adapter is missing."""
+        learner = learners.only
+        batch = build_batch(self.groups)
+        temperature = learner.config.rollout.temperature
+        sums = []
+        for number in (self.canary, self.stable):
+            self.adapters.load(learner, number)
+            found = steps.compute_logprobs(learner.models, batch, temperature=temperature)
+            zeros = torch.zeros(batch.num_rollouts, dtype=torch.float64)
+            sums.append(zeros.index_add(0, batch.rollout, found.logprobs.double()))
+        ratios = (sums[0] - sums[1]).tolist()
+        return dict(zip(batch.trial_ids, ratios, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

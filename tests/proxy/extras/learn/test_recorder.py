@@ -115,9 +115,11 @@ async def test_a_session_keeps_its_adapter_and_a_canary_gets_its_share(
         kept = await proxy.session(metadata=ann)
         before = (await proxy.control.get_turns(kept.trial_id))[0].policy_of("")
         async with LearnClient(proxy.url, ADMIN_KEY) as admin:
+            began = (await admin.state("ann"))["since"]
             assert (await admin.order("ann", "freeze"))["frozen"]
             assert await policies(10, **ann) == {"ann-1": 10}
-            await admin.order("ann", "thaw")
+            thawed = (await admin.order("ann", "thaw"))["since"]
+            assert began < thawed == (await admin.order("ann", "thaw"))["since"]
             assert (await admin.order("ann", "rollback"))["order"] == "rollback"
             assert await policies(10, **ann) == {"ann-1": 10}
             await admin.order("ann", "promote")

@@ -128,14 +128,22 @@ class Days:
     said: dict[str, str] = field(default_factory=dict)
     published: dict[int, str] = field(default_factory=dict)
     state: dict[str, Any] = field(
-        default_factory=lambda: {"stable": 0, "canary": None, "order": "", "frozen": False}
+        default_factory=lambda: {
+            "stable": 0,
+            "canary": None,
+            "order": "",
+            "frozen": False,
+            "since": 0.0,
+        }
     )
     open: dict[str, int] = field(default_factory=dict)
 
     def day(self, name: str, good: bool | None, ids: Sequence[int] = (7, 8), **more: Any) -> None:
         """A session of one answer; `good`: how it was rated."""
         adapter = more.pop("adapter", self.state["stable"])
-        talk = Conversation(name, adapter).user("Do it.").answer("Done.", ids=ids)
+        sampling = more.pop("sampling", {})
+        talk = Conversation(name, adapter).user("Do it.")
+        talk.answer("Done.", ids=ids, sampling=sampling)
         rating = None if good is None else float(good)
         self.record_of[name] = (session(name, rating=rating, **more), talk.turns)
 
@@ -160,7 +168,8 @@ class Days:
         for number in (now["stable"], now.get("canary")):
             assert not number or number in self.published
         order = "" if done == self.state["order"] else self.state["order"]
-        self.state |= {"canary": None, **now, "order": order}
+        since = self.state["since"] or 2000.0  # after the sessions of `day`
+        self.state |= {"canary": None, **now, "order": order, "since": since + 10}
 
 
 def config(checkpoint: Path, folder: Path, engine: str, **more: Any) -> LearnConfig:
@@ -171,7 +180,7 @@ def config(checkpoint: Path, folder: Path, engine: str, **more: Any) -> LearnCon
         "optimizer": {"lr": 1e-2},
         "update": {"sessions": 4, "held_out": 0.0, "epochs": 2},
         "gates": {"max_mismatch": 100.0, "max_kl": 100.0},
-        "canary": {"alpha": 0.1, "max_pairs": 12},
+        "canary": {"alpha": 0.1, "max_sessions": 24},
         "device": "cpu",
     }
     return LearnConfig.model_validate(values | more)
