@@ -28,6 +28,7 @@ from benchmarks.proxy.targets import Target, fake_vllm, first_line, pass_through
 from proxy.machine.port import free_port
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.testing.scripted_engine import ScriptedEngine
+from proxy.testing.scripted_images import PICTURE
 from tests.proxy.checkpoint import PICTURES, write_checkpoint
 
 PICTURE_BYTES = 77_000
@@ -49,7 +50,7 @@ def recording(folder: Path, engine: str, name: str, **environment: str) -> Itera
 
 async def until_ready(target: Target, *, sees: bool) -> None:
     """Until its engine has been checked: a text of an image has more tokens than its mark."""
-    picture = {"type": "image_url", "image_url": {"url": url(b"\x89PNG\r\n\x1a\nprobe")}}
+    picture = {"type": "image_url", "image_url": {"url": url(PICTURE + b"probe")}}
     body = {"model": "m", "messages": [{"role": "user", "content": [picture]}], "max_tokens": 1}
     async with aiohttp.ClientSession() as http:
         for number in range(600):
@@ -74,7 +75,7 @@ def bodies(session: int) -> Iterator[tuple[list[Any], bytes]]:
     noise = random.Random(session)
     history: list[Any] = []
     for turn in range(TURNS):
-        data = b"\x89PNG\r\n\x1a\n" + noise.randbytes(PICTURE_BYTES)
+        data = PICTURE + noise.randbytes(PICTURE_BYTES)
         picture = {"type": "image_url", "image_url": {"url": url(data)}}
         text = {"type": "text", "text": f"Turn {turn}: what is on the screen?"}
         history.append({"role": "user", "content": [text, picture]})

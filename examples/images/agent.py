@@ -1,4 +1,4 @@
-"""The agent: shows the model each screen of its task, and types what it says.
+"""The agent: shows the model each screen of its task, and presses where it says.
 
 An ordinary program on the OpenAI SDK, which contains nothing about training. The pictures are
 base64 in the requests, all of them again in each request, as agents do.
@@ -28,14 +28,14 @@ def run(call: AgentCall) -> None:
     """The agent as a function, for the `python` launcher."""
     client = _CLIENT.with_options(base_url=call.base_url, api_key=call.api_key)
     messages: list[Any] = []
-    typed = []
+    pressed = []
     for screen in screens(call.task["seed"]):
         messages.append({"role": "user", "content": shown(screen)})
         answer = client.chat.completions.create(model=call.model, messages=messages, max_tokens=8)
         said = answer.choices[0].message
         messages.append(said.to_dict(exclude_none=True))
-        typed.append(said.content or "")
-    (call.workspace / "typed.json").write_text(json.dumps(typed), encoding="utf-8")
+        pressed.append(said.content or "")
+    (call.workspace / "pressed.json").write_text(json.dumps(pressed), encoding="utf-8")
 
 
 def shown(screen: Screen) -> list[dict[str, Any]]:

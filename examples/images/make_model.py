@@ -1,9 +1,9 @@
-"""Makes the model of the example: a tiny `Qwen3VLForConditionalGeneration` that types numbers.
+"""Makes the model of the example: a tiny `Qwen3VLForConditionalGeneration` that presses buttons.
 
     PYTHONPATH=.cache/torchvision:. python -m examples.images.make_model --out .cache/images/model
 
-The warm-up shows it screens with their numbers until it reads most of them. Then its output layer
-is made smaller, which makes it unsure: it types about a third of them right.
+The warm-up shows it screens on which someone presses any of the buttons, until it presses one of
+them nearly always: the right one on a third of the screens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl import Qwen2VLImageProcessor
 
-from examples.images.screens import CELLS, PROMPT, screens
+from examples.images.screens import CELLS, COLOURS, PROMPT, place, screens
 from examples.starter_model.checkpoint import save_model
 from examples.starter_model.tokenizer import train_tokenizer
 
@@ -36,13 +36,14 @@ WORDS = 320
 CONTEXT_TOKENS = 1024
 _VISION_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _WIDTH = 128
+_PLACE_TOKENS = 3
+"""Tokens of a place: `2,3`."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--read", type=float, default=0.85, help="right after the warm-up")
-    parser.add_argument("--right", type=float, default=0.35, help="right in the end")
+    parser.add_argument("--pressed", type=float, default=0.95, help="screens with a button pressed")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     shutil.rmtree(given.out, ignore_errors=True)
@@ -53,8 +54,7 @@ def main() -> None:
     model = _model(processor.tokenizer)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} weights")
     lesson = Lesson(processor, random.Random(given.seed))
-    _warm_up(model, lesson, given.read)
-    _make_unsure(model, lesson, given.right)
+    _warm_up(model, lesson, given.pressed)
     ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     save_model(model, given.out, end_of_turn=ends[0], padding=ends[1])
 
@@ -78,7 +78,7 @@ class Lesson:
                         "role": "user",
                         "content": [{"type": "image"}, {"type": "text", "text": PROMPT}],
                     },
-                    {"role": "assistant", "content": str(screen.digit)},
+                    {"role": "assistant", "content": place(self._rng.choice(screen.cells))},
                 ]
             rows.append(self._ids(messages))
         ids = torch.tensor(rows)
@@ -96,19 +96,20 @@ class Lesson:
         return list(self._processor.tokenizer(whole, add_special_tokens=False)["input_ids"])
 
     def _said(self, ids: Tensor) -> Tensor:
-        """The digit of each answer, and its end."""
+        """The place of each answer, and its end."""
         ends = ids == self._id("<|im_end|>")
         ends &= ends.cumsum(1) % 2 == 0  # the second, the fourth, …: of the assistant
         said = ends.clone()
-        said[:, :-1] |= ends[:, 1:]
+        for before in range(1, _PLACE_TOKENS + 1):
+            said[:, :-before] |= ends[:, before:]
         return said
 
     def _id(self, word: str) -> int:
         return int(self._processor.tokenizer.convert_tokens_to_ids(word))
 
 
-def _warm_up(model: Any, lesson: Lesson, right: float) -> None:
-    """Until the mean probability of right answers is `right` in the last steps."""
+def _warm_up(model: Any, lesson: Lesson, pressed: float) -> None:
+    """Until the mean probability that any button is pressed is `pressed` in the last steps."""
     layers = (model.model.language_model.layers, model.model.visual.blocks)
     matrices = [w for part in layers for w in part.parameters() if w.ndim == 2]
     chosen = {id(weight) for weight in matrices}
@@ -119,7 +120,7 @@ def _warm_up(model: Any, lesson: Lesson, right: float) -> None:
     ]
     known: list[float] = []
     started = time.monotonic()
-    while sum(known[-8:]) < 8 * right:
+    while sum(known[-8:]) < 8 * pressed:
         inputs, said = lesson.batch(24)
         logits = model(**inputs).logits[:, :-1]
         wanted = said[:, 1:]
@@ -134,27 +135,13 @@ def _warm_up(model: Any, lesson: Lesson, right: float) -> None:
                 group["lr"] = 3e-3 * min(1.0, (len(known) + 1) / 20)
             optimizer.step()
             optimizer.zero_grad()
-        known.append(float((-losses.detach()[::2]).exp().mean()))  # the digits; then the ends
+        places = losses.detach().view(-1, _PLACE_TOKENS + 1)[:, :-1].sum(1)
+        # One of the buttons was pressed by chance.
+        known.append(float((-places).exp().mean()) * len(COLOURS))
         if len(known) % 10 == 1:
             seconds = time.monotonic() - started
-            said_so_far = f"loss {loss.item():.3f}  right {known[-1]:.2f}  {seconds:.0f} s"
+            said_so_far = f"loss {loss.item():.3f}  pressed {known[-1]:.2f}  {seconds:.0f} s"
             print(f"warm-up {len(known)}  {said_so_far}", flush=True)
-
-
-@torch.no_grad()
-def _make_unsure(model: Any, lesson: Lesson, right: float) -> None:
-    """The ends of answers stay sure."""
-    inputs, said = lesson.batch(96)
-    hidden = model.model(**inputs).last_hidden_state[:, :-1][said[:, 1:]][::2]
-    digits = inputs["input_ids"][:, 1:][said[:, 1:]][::2]
-    words = digits.unique()
-    own, mean = model.lm_head.weight[words], model.lm_head.weight[words].mean(0)
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        model.lm_head.weight[words] = mean + (low + high) / 2 * (own - mean)
-        known = model.lm_head(hidden).softmax(-1).gather(1, digits[:, None]).mean()
-        low, high = ((low + high) / 2, high) if known < right else (low, (low + high) / 2)
-    print(f"unsure: right {known:.2f}, {high:.2f} of the output layer")
 
 
 def _model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:

@@ -1,4 +1,4 @@
-"""The screens of the agent's app: a number on a button, which is to be typed.
+"""The screens of the agent's app: three buttons, of which the green one is to be pressed.
 
 Everything follows from a task's seed, so a task is one number, and the agent, the grader and the
 warm-up of the model draw the same screens.
@@ -15,18 +15,19 @@ from PIL import Image, ImageDraw, ImageFont
 
 CELLS = 3
 CELL_PIXELS = 32
-DIGITS = 8
-"""The digits 1 to 8."""
 SCREENS = 2
-"""Screens of a task: the next one appears when something is typed."""
-PROMPT = "Type the number on the button."
+"""Screens of a task: the next one appears when a button is pressed."""
+PROMPT = "Press the green button. Answer with its column and row."
+COLOURS = ((30, 150, 60), (200, 50, 50), (50, 90, 200))
+"""Of the buttons, the right one first."""
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Example: Screen(digit=7, seed=12345)"""
+    """Example: Screen(cells=(4, 0, 7), seed=12345)"""
 
-    digit: int
+    cells: tuple[int, ...]
+    """Where the buttons are, the right one first: 0 is the upper left, 8 the lower right."""
     seed: int
     """Of what else is on the screen."""
 
@@ -38,11 +39,12 @@ class Screen:
         for _ in range(4):  # lines of text, as far as one can see
             x, y = rng.randrange(size - 40), rng.randrange(size)
             draw.line((x, y, x + rng.randint(10, 40), y), (rng.randint(170, 210),) * 3, 2)
-        x, y = (rng.randrange(CELLS) * CELL_PIXELS + rng.randint(2, 4) for _ in range(2))
-        colour = tuple(rng.randint(20, 110) for _ in range(3))
-        draw.rounded_rectangle((x, y, x + 25, y + 25), 4, colour)
-        font = ImageFont.load_default(24)
-        draw.text((x + 6, y - 2), str(self.digit), (255, 255, 255), font)
+        font = ImageFont.load_default(20)
+        for cell, colour in zip(self.cells, COLOURS, strict=True):
+            x, y = (CELL_PIXELS * n + rng.randint(2, 4) for n in (cell % CELLS, cell // CELLS))
+            shade = tuple(part + rng.randint(-25, 25) for part in colour)
+            draw.rounded_rectangle((x, y, x + 25, y + 25), 4, shade)
+            draw.text((x + 7, y), str(rng.randint(1, 9)), (255, 255, 255), font)
         return image
 
     def png(self) -> bytes:
@@ -50,12 +52,18 @@ class Screen:
         self.image().save(file, "PNG")
         return file.getvalue()
 
-    def is_typed(self, answer: str) -> bool:
-        return answer.strip() == str(self.digit)
+    def is_pressed(self, answer: str) -> bool:
+        return answer.strip() == place(self.cells[0])
+
+
+def place(cell: int) -> str:
+    """What is answered to press a cell. Example: place(5) == "3,2" """
+    return f"{cell % CELLS + 1},{cell // CELLS + 1}"
 
 
 def screens(seed: int) -> Iterator[Screen]:
     """The screens of a task."""
     rng = random.Random(seed)
     for _ in range(SCREENS):
-        yield Screen(rng.randint(1, DIGITS), rng.randrange(1 << 30))
+        cells = rng.sample(range(CELLS**2), len(COLOURS))
+        yield Screen(tuple(cells), rng.randrange(1 << 30))

@@ -1,4 +1,4 @@
-"""Scores a finished trial: the share of screens on which the right number was typed."""
+"""Scores a finished trial: the share of screens on which the right button was pressed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 def grade(call: GradeCall) -> float:
     try:
-        typed = json.loads((call.workspace / "typed.json").read_text(encoding="utf-8"))
+        pressed = json.loads((call.workspace / "pressed.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         print("the agent did not finish")
         return 0.0
     right = [
-        screen.is_typed(each)
-        for screen, each in zip(screens(call.task["seed"]), typed, strict=True)
+        screen.is_pressed(each)
+        for screen, each in zip(screens(call.task["seed"]), pressed, strict=True)
     ]
-    print(f"typed {typed}, right: {right}")
+    print(f"pressed {pressed}, right: {right}")
     return sum(right) / SCREENS

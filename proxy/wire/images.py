@@ -24,9 +24,12 @@ import msgspec
 
 from proxy.conversation.images import MARK, joined_blocks, mark, rewritten
 from proxy.conversation.messages import Message
+from proxy.wire.image_header import pixels
 
 MAX_BYTES = 20 * 2**20
 """Of one image."""
+MAX_PIXELS = 7680 * 4320
+"""Of one image: a screen of 8K. It takes an engine seconds and 100 MB to decode it."""
 MAX_TEXT_CHARS = MAX_BYTES * 3 // 2
 """Of its base64, which may have line breaks."""
 KNOWN_BYTES = 64 * 2**20
@@ -80,9 +83,9 @@ Made = tuple[list[SentImage], str]
 
 
 def fetched_image(data: bytes, shown: str) -> SentImage | None:
-    """The image that an URL gave; None: it is none."""
-    media_type = _media_type(data)
-    if media_type is None or len(data) > MAX_BYTES:
+    """The image that an URL gave; None: it is none, or too large."""
+    media_type = _readable(data)
+    if media_type is None:
         return None
     text = binascii.b2a_base64(data, newline=False).decode()
     return SentImage(hashlib.sha256(data).hexdigest(), media_type, text, shown)
@@ -138,7 +141,7 @@ class SentImages:
 
     def taken(self, block: dict[str, Any], shown: str) -> str | None:
         """The mark of the image that a block holds; None if it has no bytes (a URL, a file's id),
-        too many, or bytes of another format than PNG, JPEG, GIF and WebP.
+        too many, too large, or bytes of another format than PNG, JPEG, GIF and WebP.
 
         Args:
             shown: the text that stands for the block where no model reads it.
@@ -286,8 +289,8 @@ def _read(text: str) -> tuple[str, str] | None:
         data = _decoded(text)
     except ValueError:
         return None
-    media_type = _media_type(data)
-    if media_type is None or len(data) > MAX_BYTES:
+    media_type = _readable(data)
+    if media_type is None:
         return None
     return hashlib.sha256(data).hexdigest(), media_type
 
@@ -300,6 +303,17 @@ def _decoded(text: str) -> bytes:
 
 
 _STANDARD = bytes.maketrans(b"-_", b"+/")
+
+
+def _readable(data: bytes) -> str | None:
+    """The media type of an image that an engine is given."""
+    media_type = _media_type(data)
+    if media_type is None or len(data) > MAX_BYTES:
+        return None
+    try:
+        return media_type if pixels(data, media_type) <= MAX_PIXELS else None
+    except ValueError:
+        return None
 
 
 def _media_type(data: bytes) -> str | None:

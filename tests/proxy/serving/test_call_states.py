@@ -41,6 +41,7 @@ from proxy.serving.sessions import LiveSession, Sessions
 from proxy.settings.profiles import Profiles
 from proxy.store.protocol import Undelivered
 from proxy.store.sqlite import SqliteStore
+from proxy.testing.scripted_images import PICTURE
 from proxy.token_tree.tree import TokenTree
 from proxy.wire.dialect import Call, ForcedCall, Options
 from proxy.wire.images import SentImages
@@ -124,7 +125,7 @@ class CallMachine(RuleBasedStateMachine):
         message, sent = Message("user", question), None
         if self.rendering.image_token is not None:
             sent = SentImages()
-            picture = base64.b64encode(b"\x89PNG\r\n\x1a\n" + question.encode()).decode()
+            picture = base64.b64encode(PICTURE + question.encode()).decode()
             block = {"type": "image", "source": {"type": "base64", "data": picture}}
             message.text += sent.taken(block, "[image]") or ""
         conversation = Conversation([message])

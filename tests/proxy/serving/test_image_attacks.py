@@ -14,10 +14,10 @@ from proxy.conversation.images import MARK, joined_blocks, mark
 from proxy.rendering.rendering import Rendering
 from proxy.testing.scripted_engine import ScriptedEngine
 from proxy.testing.scripted_frames import ScriptedRefusal
+from proxy.testing.scripted_images import PICTURE
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy, starting_proxies
 from tests.proxy.serving.test_images import (
     FIRST,
-    PNG,
     SECOND,
     TOOL,
     asked,
@@ -181,7 +181,7 @@ async def test_images_of_gemini(proxy: RunningProxy) -> None:
     """In a question, and beside the result of a function; in the alphabet that Google's client
     writes."""
     session = await proxy.session()
-    picture = PNG + bytes(range(248, 256)) * 6
+    picture = PICTURE + bytes(range(248, 256)) * 6
     data = base64.urlsafe_b64encode(picture).decode()
     assert "_" in data
     part = {"inlineData": {"mimeType": "image/png", "data": data}}

@@ -22,16 +22,15 @@ from proxy.records.images import check_images, engine_ids
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.testing.scripted_engine import Fault, ScriptedEngine
-from proxy.testing.scripted_images import UNREADABLE
+from proxy.testing.scripted_images import PICTURE, UNREADABLE
 from proxy.token_tree.paths import prefix, prefix_images
 from tests.proxy.checkpoint import PICTURES, write_checkpoint
 from tests.proxy.conftest import RunningProxy, StartProxy, starting_proxies
 from tests.proxy.extras.pdf_pages.test_pages import document
 
-PNG = b"\x89PNG\r\n\x1a\n"
-FIRST, SECOND, THIRD = (PNG + name * 9 for name in (b"first", b"secnd", b"third"))
+FIRST, SECOND, THIRD = (PICTURE + name * 9 for name in (b"first", b"secnd", b"third"))
 """Images of one size, so of one number of tokens."""
-LARGER = PNG + b"larger" * 8
+LARGER = PICTURE + b"larger" * 8
 TOOL = {"name": "Read", "description": "Reads.", "input_schema": {"type": "object"}}
 
 
@@ -309,7 +308,7 @@ async def test_changed_image_of_the_history_forks_with_its_cause(proxy: RunningP
 
 async def test_unreadable_image_is_shown_as_text_again_and_again(proxy: RunningProxy) -> None:
     session = await proxy.session()
-    broken = asked(PNG + UNREADABLE, "What?", FIRST)
+    broken = asked(PICTURE + UNREADABLE, "What?", FIRST)
     answer = await chat(proxy, session, broken)
     await chat(proxy, session, broken, said(answer), asked("And?"))
     assert proxy.engine.images.seen(proxy.engine.calls[-1]) == [FIRST]
@@ -458,7 +457,7 @@ async def test_pages_of_a_document_are_images(proxy: RunningProxy, route: str) -
         assert status == 200, answer
     seen = [proxy.engine.images.seen(call) for call in proxy.engine.calls]
     assert seen[0] == seen[1]
-    assert [page[:8] for page in seen[0]] == [PNG, PNG]
+    assert [page[:8] for page in seen[0]] == [PICTURE[:8]] * 2
     assert seen[0][0] != seen[0][1]
     _, turns = await proxy.record(session)
     assert [turn.fork_cause for turn in turns] == [None, None]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from proxy.conversation.images import MARK, joined_blocks, mark, named, parts
 from proxy.conversation.messages import Message, Role
+from proxy.testing.scripted_images import PICTURE
 from proxy.wire import images
 from proxy.wire.images import SentImages, settle
 
-PNG = b"\x89PNG\r\n\x1a\n" + b"pixels" * 20
+PNG = PICTURE + b"pixels" * 20
 TEXT = base64.b64encode(PNG).decode()
 URL = f"data:image/png;base64,{TEXT}"
 NAME = hashlib.sha256(PNG).hexdigest()
@@ -53,10 +54,10 @@ def test_every_dialect_gives_the_bytes_that_came(name: str) -> None:
 @pytest.mark.parametrize(
     ("start", "kind"),
     [
-        (b"\xff\xd8\xff\xe0", "image/jpeg"),
-        (b"GIF89a", "image/gif"),
-        (b"GIF87a", "image/gif"),
-        (b"RIFF\x00\x00\x00\x00WEBPVP8 ", "image/webp"),
+        (b"\xff\xd8\xff\xc0\0\x0b\x08\0 \0 ", "image/jpeg"),
+        (b"GIF89a \0 \0\0\0\0,\0\0\0\0 \0 \0", "image/gif"),
+        (b"GIF87a \0 \0\0\0\0,\0\0\0\0 \0 \0", "image/gif"),
+        (b"RIFF\0\0\0\0WEBPVP8 " + bytes(7) + b"\x9d\x01\x2a \0 \0", "image/webp"),
     ],
 )
 def test_type_is_that_of_the_bytes(start: bytes, kind: str) -> None:
@@ -96,6 +97,10 @@ def test_image_beyond_a_bound_stays_text(monkeypatch: pytest.MonkeyPatch) -> Non
         SentImages().taken({"type": "input_image", "image_url": f"data:;base64,{other}"}, "")
         is None
     )
+    monkeypatch.undo()
+    monkeypatch.setattr(images, "MAX_PIXELS", 32 * 32 - 1)
+    larger = {"type": "input_image", "image_url": f"data:;base64,{other}"}
+    assert SentImages().taken(larger, "") is None
     monkeypatch.undo()
     monkeypatch.setattr(images, "MAX_IMAGES", 1)
     sent = SentImages()

@@ -42,7 +42,7 @@ LEFT_OUT = {
     "trl": "TRL's rollout_func returns none",
     "skyrl": "SkyRL takes pixels",
 }
-GIF = b"GIF89a" + b"frames" * 4
+GIF = b"GIF89a \0 \0\0\0\0,\0\0\0\0 \0 \0" + b"frames" * 4
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from proxy.extras.view.bounded import SHOWN_CHARS, cut
 from proxy.records import Origin
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
+from proxy.testing.scripted_images import PICTURE
 from tests.needs import needs
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 from tests.proxy.extras.view.chromium import MISSING, Tab
@@ -231,7 +232,7 @@ async def test_broken_image_says_so(start: StartProxy, tab: Tab) -> None:  # noq
     """Bytes that only look like a PNG."""
     proxy = await start()  # noqa: F811
     session = await proxy.session(trial_id="broken")
-    await chat(proxy, session, asked(b"\x89PNG\r\n\x1a\n<script>", "What?"))
+    await chat(proxy, session, asked(PICTURE + b"<script>", "What?"))
     await enter(tab, proxy)
     await show(tab, "/trial/broken", "document.querySelector('.message .tag.image')")
     assert "cannot be shown" in await tab.text(".message")
