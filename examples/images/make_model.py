@@ -1,14 +1,18 @@
 """Makes the model of the example: a tiny `Qwen3VLForConditionalGeneration` that presses buttons.
 
-    PYTHONPATH=.cache/torchvision:. python -m examples.images.make_model --out .cache/images/model
+    export PYTHONPATH=.cache/torchvision:.
+    python -m examples.images.make_model --out .cache/images/model
+    python -m examples.images.make_model --agent claude-code --out .cache/images/claude_code
 
-The warm-up shows it screens on which someone presses any of the buttons, until it presses one of
-them nearly always: the right one on a third of the screens.
+For Claude Code, the folders of the tasks are made, too, each with its screen. In the warm-up
+someone presses any of the buttons of a screen, until the model presses one of them nearly always:
+the right one on a third of the screens. A model for Claude Code sees the short conversations first.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import time
@@ -18,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tokenizers import AddedToken
-from torch import Tensor
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen3VLConfig,
@@ -28,12 +31,14 @@ from transformers import (
 )
 from transformers.models.qwen2_vl import Qwen2VLImageProcessor
 
-from examples.images.screens import CELLS, COLOURS, PROMPT, place, screens
+from examples.images.lessons import AGENTS, FILE, Conversation, Lesson
+from examples.images.screens import COLOURS, PROMPT, screens
 from examples.starter_model.checkpoint import save_model
 from examples.starter_model.tokenizer import train_tokenizer
 
-WORDS = 320
+WORDS = 1024
 CONTEXT_TOKENS = 1024
+BATCH = 24
 _VISION_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _WIDTH = 128
 _PLACE_TOKENS = 3
@@ -42,70 +47,26 @@ _PLACE_TOKENS = 3
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agent", choices=AGENTS, default="openai-sdk")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pressed", type=float, default=0.95, help="screens with a button pressed")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     shutil.rmtree(given.out, ignore_errors=True)
     given.out.mkdir(parents=True)
-    processor = _processor()
+    if given.agent == "claude-code":
+        for file in Path(__file__).parent.glob("*.jsonl"):
+            _draw(file, given.out.with_name(f"{given.out.name}_folders"))
+    conversation = AGENTS[given.agent]
+    processor = _processor(conversation(random.Random(0)))
     processor.save_pretrained(given.out)
     torch.manual_seed(given.seed)
     model = _model(processor.tokenizer)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} weights")
-    lesson = Lesson(processor, random.Random(given.seed))
-    _warm_up(model, lesson, given.pressed)
+    for agent in dict.fromkeys(("openai-sdk", given.agent)):
+        _warm_up(model, Lesson(processor, AGENTS[agent], given.seed), given.pressed)
     ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     save_model(model, given.out, end_of_turn=ends[0], padding=ends[1])
-
-
-class Lesson:
-    """Batches of conversations, all of one length."""
-
-    def __init__(self, processor: Any, rng: random.Random) -> None:
-        self._processor = processor
-        self._rng = rng
-
-    def batch(self, size: int) -> tuple[dict[str, Tensor], Tensor]:
-        """What the model gets, and which tokens it is to say, `[size, T]` bool."""
-        rows, images = [], []
-        for _ in range(size):
-            messages: list[dict[str, Any]] = []
-            for screen in screens(self._rng.randrange(1 << 40, 1 << 50)):
-                images.append(screen.image())
-                messages += [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image"}, {"type": "text", "text": PROMPT}],
-                    },
-                    {"role": "assistant", "content": place(self._rng.choice(screen.cells))},
-                ]
-            rows.append(self._ids(messages))
-        ids = torch.tensor(rows)
-        image = self._id("<|image_pad|>")
-        inputs = {
-            "input_ids": ids,
-            **self._processor.image_processor(images=images, return_tensors="pt"),
-            "mm_token_type_ids": (ids == image).int(),
-        }
-        return inputs, self._said(ids)
-
-    def _ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        text = self._processor.apply_chat_template(messages, tokenize=False)
-        whole = text.replace("<|image_pad|>", "<|image_pad|>" * CELLS**2)
-        return list(self._processor.tokenizer(whole, add_special_tokens=False)["input_ids"])
-
-    def _said(self, ids: Tensor) -> Tensor:
-        """The place of each answer, and its end."""
-        ends = ids == self._id("<|im_end|>")
-        ends &= ends.cumsum(1) % 2 == 0  # the second, the fourth, …: of the assistant
-        said = ends.clone()
-        for before in range(1, _PLACE_TOKENS + 1):
-            said[:, :-before] |= ends[:, before:]
-        return said
-
-    def _id(self, word: str) -> int:
-        return int(self._processor.tokenizer.convert_tokens_to_ids(word))
 
 
 def _warm_up(model: Any, lesson: Lesson, pressed: float) -> None:
@@ -121,12 +82,12 @@ def _warm_up(model: Any, lesson: Lesson, pressed: float) -> None:
     known: list[float] = []
     started = time.monotonic()
     while sum(known[-8:]) < 8 * pressed:
-        inputs, said = lesson.batch(24)
+        inputs, said = lesson.batch(BATCH)
         logits = model(**inputs).logits[:, :-1]
         wanted = said[:, 1:]
         losses = F.cross_entropy(
             logits[wanted], inputs["input_ids"][:, 1:][wanted], reduction="none"
-        )
+        ).view(len(wanted), -1)
         loss = losses.mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -135,9 +96,8 @@ def _warm_up(model: Any, lesson: Lesson, pressed: float) -> None:
                 group["lr"] = 3e-3 * min(1.0, (len(known) + 1) / 20)
             optimizer.step()
             optimizer.zero_grad()
-        places = losses.detach().view(-1, _PLACE_TOKENS + 1)[:, :-1].sum(1)
-        # One of the buttons was pressed by chance.
-        known.append(float((-places).exp().mean()) * len(COLOURS))
+        places = losses.detach()[:, -_PLACE_TOKENS - 1 : -1].sum(1)
+        known.append(float((-places).exp().mean()) * len(COLOURS))  # someone pressed one by chance
         if len(known) % 10 == 1:
             seconds = time.monotonic() - started
             said_so_far = f"loss {loss.item():.3f}  pressed {known[-1]:.2f}  {seconds:.0f} s"
@@ -179,8 +139,22 @@ def _model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneratio
     return model
 
 
-def _processor() -> Qwen3VLProcessor:
-    tokens = train_tokenizer([f"{PROMPT} user assistant system"], WORDS)
+def _draw(tasks: Path, folders: Path) -> None:
+    """The working directory of each task."""
+    for line in tasks.read_text(encoding="utf-8").splitlines():
+        task = json.loads(line)
+        (folders / task["task_id"]).mkdir(parents=True, exist_ok=True)
+        screen = next(screens(task["seed"]))
+        (folders / task["task_id"] / FILE).write_bytes(screen.png())
+
+
+def _processor(example: Conversation) -> Qwen3VLProcessor:
+    template = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
+    messages, tools, _ = example
+    contents = (message["content"] for message in messages)
+    texts = [each for each in contents if isinstance(each, str)]
+    texts += [PROMPT, template, *(json.dumps(tool) for tool in tools)]
+    tokens = train_tokenizer(texts * 2, WORDS)
     words = [AddedToken(word, special=True, normalized=False) for word in _VISION_WORDS]
     tokens.add_special_tokens(words)
     tokenizer = PreTrainedTokenizerFast(
@@ -196,7 +170,7 @@ def _processor() -> Qwen3VLProcessor:
         Qwen2VLImageProcessor(**sizes, **normal),
         tokenizer,
         Qwen3VLVideoProcessor(**sizes, **normal),
-        chat_template=Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8"),
+        chat_template=template,
     )
 
 

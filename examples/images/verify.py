@@ -23,3 +23,11 @@ def grade(call: GradeCall) -> float:
     ]
     print(f"pressed {pressed}, right: {right}")
     return sum(right) / SCREENS
+
+
+def grade_claude_code(call: GradeCall) -> float:
+    """Whether its last answer presses the right button of the first screen."""
+    answer = call.answers[-1]["content"] if call.answers else ""
+    right = next(screens(call.task["seed"])).is_pressed(answer or "")
+    print(f"answered {answer!r}, right: {right}")
+    return float(right)

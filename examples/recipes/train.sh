@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# examples/recipes/train.sh MODEL AGENT [--eight-gpus] [--tiny] [key=value …]
+# examples/recipes/train.sh MODEL AGENT [--images] [--eight-gpus] [--tiny] [key=value …]
 #
 # Runs a recipe with a harbor-server of its own, from the repository's root, after `make harbor` and
 # `make agents`. MODEL is a file of models/, AGENT one of agents/; --tiny makes a tiny one of MODEL's class.
@@ -9,7 +9,7 @@ main() {  # read in full before it runs, because a run lasts longer than a check
   folder=examples/recipes
   for file in models/${1:-} agents/${2:-}; do
     test -f $folder/$file.yaml || {
-      echo "usage: $0 MODEL AGENT [--eight-gpus] [--tiny] [key=value …]; there is no $file.yaml" >&2
+      echo "usage: $0 MODEL AGENT [--images] [--eight-gpus] [--tiny] [key=value …]; there is no $file.yaml" >&2
       exit 2
     }
   done
@@ -22,6 +22,7 @@ main() {  # read in full before it runs, because a run lasts longer than a check
   own=()
   for word in "$@"; do
     case $word in
+      --images) words+=(--config $folder/images.yaml) ;;
       --eight-gpus) words+=(--config $folder/eight_gpus.yaml) ;;
       --tiny)
         tiny=(--config $folder/tiny.yaml)  # after all others
@@ -32,7 +33,8 @@ main() {  # read in full before it runs, because a run lasts longer than a check
   done
 
   if [ ${#tiny[@]} -gt 0 ]; then
-    .venv/bin/python -m benchmarks.install recipes
+    .venv/bin/python -m benchmarks.install recipes torchvision
+    export PYTHONPATH=.cache/torchvision${PYTHONPATH:+:$PYTHONPATH}  # prepares images on a CPU
   fi
   . examples/harbor/server.sh 32
   .venv/bin/python -m examples.recipes.make_tasks --out .cache/recipes/tasks

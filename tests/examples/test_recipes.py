@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.gpu.parts import RECIPE, Part, further
 from examples.recipes.make_tasks import FAULTS, Fault, write_task
-from examples.recipes.published import qwen3_5_4b, qwen3_8b
+from examples.recipes.published import qwen3_5_4b, qwen3_8b, qwen3_vl_4b
 from proxy.engines import vllm_platform
 from trainer import assembly, start
 from trainer.cli import main
@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = Path("examples/recipes")
 AGENTS = sorted(path.stem for path in (ROOT / RECIPES / "agents").iterdir())
 H100 = Gpu("H100 80GB", 80 * 2**30)
+PUBLISHED = {"qwen3-8b": qwen3_8b, "qwen3.5-4b": qwen3_5_4b, "qwen3-vl-4b": qwen3_vl_4b}
 RANK_OF_8B = "rank 0, 68.8 GiB (weights 31.2 GiB, gradients 0.7 GiB, optimizer 1.3 GiB, activations"
 REST = "; 0.8 GiB of CUDA for each, 1.0 GiB for nobody"
 PLANS: Mapping[tuple[str, int], tuple[str, ...]] = MappingProxyType(
@@ -39,6 +40,17 @@ PLANS: Mapping[tuple[str, int], tuple[str, ...]] = MappingProxyType(
             "rank 0, 69.9 GiB (weights 7.6 GiB, gradients 7.6 GiB, optimizer 15.3 GiB, gathered "
             f"3.8 GiB, activations 35.7 GiB){REST}",
             "engine 0, 92% of the memory (weights 15.3 GiB, cache of 56.3 GiB, about 410,281 "
+            f"tokens){REST}",
+        ),
+        ("qwen3-vl-4b", 1): (
+            "rank 0, 67.9 GiB (weights 17.2 GiB, gradients 16.4 GiB, optimizer 8.2 GiB, "
+            "activations 24.4 GiB, prefixes 1.6 GiB) + engine 0, 63% of the memory (weights "
+            f"8.2 GiB, cache of 40.2 GiB, about 292,604 tokens){REST}",
+        ),
+        ("qwen3-vl-4b", 8): (
+            "rank 0, 45.4 GiB (weights 4.9 GiB, gradients 4.1 GiB, optimizer 8.2 GiB, gathered "
+            f"2.2 GiB, activations 24.4 GiB, prefixes 1.6 GiB){REST}",
+            "engine 0, 92% of the memory (weights 8.2 GiB, cache of 63.4 GiB, about 461,541 "
             f"tokens){REST}",
         ),
         ("qwen3.5-4b", 1): (
@@ -67,10 +79,10 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The published `config.json` of both models, with a small tokenizer."""
+    """The published `config.json` of each model, with a small tokenizer."""
     folder = tmp_path_factory.mktemp("published")
-    for name, settings in (("qwen3-8b", qwen3_8b()), ("qwen3.5-4b", qwen3_5_4b())):
-        settings.save_pretrained(folder / name)
+    for name, settings in PUBLISHED.items():
+        settings().save_pretrained(folder / name)
         for file in (ROOT / "examples/quickstart/model").glob("*t*k*.json"):
             (folder / name / file.name).symlink_to(file)
     return folder
@@ -123,6 +135,22 @@ def test_recipe_is_complete_and_its_plan_fits(
     assert [line.partition("GiB): ")[2] for line in shown] == list(wanted)
 
 
+@pytest.mark.parametrize("more", [(), ("eight_gpus",)])
+def test_qwen3_5_reads_images_with_the_tower_that_it_has(
+    more: tuple[str, ...], published: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "has_fla", lambda: True)
+    devices = (H100,) * (8 if more else 1)
+    on_gpus(monkeypatch, *devices)
+    files = layers("qwen3.5-4b", "codex", *more, "images")
+    words = [word for file in files for word in ("--config", str(file))]
+    path = f"model.path={published / 'qwen3.5-4b'}"
+    assert main([*words, "--check", path]) == 0
+    config = load(files, [path])
+    assert (config.model.vision, config.engine.args) == ("frozen", ())
+    assert plan_devices(config, devices) is not None
+
+
 def test_qwen3_5_without_fla_does_not_fit_on_one_gpu(
     published: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,7 +176,7 @@ def test_all_weights_of_qwen3_8b_do_not_fit_on_one_gpu(
     assert re.search(r"a rank needs (159|160)\.", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.5-4b"])
+@pytest.mark.parametrize("model", PUBLISHED)
 @pytest.mark.parametrize("more", [(), ("eight_gpus",)])
 def test_tiny_layer_leaves_agent_tasks_and_algorithm_as_they_are(
     model: str, more: tuple[str, ...], published: Path, here: Path
@@ -218,7 +246,7 @@ def test_tiny_layer_is_the_last_file_and_given_keys_are_the_last_keys(tmp_path: 
     assert files == ["swe", "qwen3-8b", "codex", "eight_gpus", "tiny"]
     assert lines[-2:] == ["trainer.run_dir=mine", "a=b"]
     assert "model.path=.cache/recipes/models/qwen3-8b" in lines
-    assert lines[:3] == ["-m", "benchmarks.install", "recipes"]
+    assert lines[:4] == ["-m", "benchmarks.install", "recipes", "torchvision"]
 
 
 def test_published_model_needs_no_tiny_one(tmp_path: Path) -> None:
