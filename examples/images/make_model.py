@@ -16,12 +16,14 @@ import json
 import random
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tokenizers import AddedToken
+from torch import Tensor
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen3VLConfig,
@@ -38,7 +40,7 @@ from examples.starter_model.tokenizer import train_tokenizer
 
 WORDS = 1024
 CONTEXT_TOKENS = 1024
-BATCH = 24
+BATCH = 16
 _VISION_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _WIDTH = 128
 _PLACE_TOKENS = 3
@@ -63,14 +65,18 @@ def main() -> None:
     torch.manual_seed(given.seed)
     model = _model(processor.tokenizer)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} weights")
-    for agent in dict.fromkeys(("openai-sdk", given.agent)):
-        _warm_up(model, Lesson(processor, AGENTS[agent], given.seed), given.pressed)
+    lessons = [Lesson(processor, AGENTS["openai-sdk"], given.seed)]
+    _warm_up(model, lessons, given.pressed)
+    if given.agent != "openai-sdk":
+        lessons.append(Lesson(processor, conversation, given.seed))
+        _warm_up(model, lessons, given.pressed)
     ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     save_model(model, given.out, end_of_turn=ends[0], padding=ends[1])
 
 
-def _warm_up(model: Any, lesson: Lesson, pressed: float) -> None:
-    """Until the mean probability that any button is pressed is `pressed` in the last steps."""
+def _warm_up(model: Any, lessons: Sequence[Lesson], pressed: float) -> None:
+    """Until the mean probability that any button is pressed is `pressed` in the last steps of the
+    last lesson."""
     layers = (model.model.language_model.layers, model.model.visual.blocks)
     matrices = [w for part in layers for w in part.parameters() if w.ndim == 2]
     chosen = {id(weight) for weight in matrices}
@@ -79,29 +85,36 @@ def _warm_up(model: Any, lesson: Lesson, pressed: float) -> None:
         torch.optim.Muon(matrices, lr=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0),
     ]
+    rate = 3e-3 / len(lessons)
     known: list[float] = []
     started = time.monotonic()
     while sum(known[-8:]) < 8 * pressed:
-        inputs, said = lesson.batch(BATCH)
-        logits = model(**inputs).logits[:, :-1]
-        wanted = said[:, 1:]
-        losses = F.cross_entropy(
-            logits[wanted], inputs["input_ids"][:, 1:][wanted], reduction="none"
-        ).view(len(wanted), -1)
-        loss = losses.mean()
-        loss.backward()
+        for lesson in lessons:
+            losses = _losses(model, lesson)
+            places = losses[:, -_PLACE_TOKENS - 1 :]
+            loss = losses.mean() + places.mean()
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = 3e-3 * min(1.0, (len(known) + 1) / 20)
+                group["lr"] = rate * min(1.0, (len(known) + 1) / 20)
             optimizer.step()
             optimizer.zero_grad()
-        places = losses.detach()[:, -_PLACE_TOKENS - 1 : -1].sum(1)
-        known.append(float((-places).exp().mean()) * len(COLOURS))  # someone pressed one by chance
+        likely = (-places.detach()[:, :-1].sum(1)).exp().mean()
+        known.append(float(likely) * len(COLOURS))  # someone pressed one of them by chance
         if len(known) % 10 == 1:
             seconds = time.monotonic() - started
             said_so_far = f"loss {loss.item():.3f}  pressed {known[-1]:.2f}  {seconds:.0f} s"
             print(f"warm-up {len(known)}  {said_so_far}", flush=True)
+
+
+def _losses(model: Any, lesson: Lesson) -> Tensor:
+    """Of what is said in each conversation of a batch, `[size, tokens]`."""
+    inputs, said = lesson.batch(BATCH)
+    logits = model(**inputs).logits[:, :-1]
+    wanted = said[:, 1:]
+    ids = inputs["input_ids"][:, 1:]
+    return F.cross_entropy(logits[wanted], ids[wanted], reduction="none").view(len(wanted), -1)
 
 
 def _model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:

@@ -119,7 +119,9 @@ def _save_processor(folder: Path) -> None:
         },
     }
     for file, kind in kinds.items():
-        text = json.dumps({"processor_class": "Qwen3VLProcessor", **kind, **sizes, **normal}, indent=2)
+        text = json.dumps(
+            {"processor_class": "Qwen3VLProcessor", **kind, **sizes, **normal}, indent=2
+        )
         (folder / f"{file}_config.json").write_text(text + "\n", encoding="utf-8")
 
 
