@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -21,6 +22,8 @@ from proxy.records import ForkCause, SessionKind, TurnStatus
 from proxy.records.images import check_images, engine_ids
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
+from proxy.store import open_store
+from proxy.store.retention import remove_old_sessions
 from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from proxy.testing.scripted_images import PICTURE, UNREADABLE
 from proxy.token_tree.paths import prefix, prefix_images
@@ -366,6 +369,44 @@ async def test_image_survives_the_proxys_restart(start: StartProxy) -> None:
     moved = replace(session, base_url=f"{again.url}/{session.trial_id}/v1")
     await chat(again, moved, *history, said(answer), asked("And?"))
     assert proxy.engine.images.seen(proxy.engine.calls[-1]) == [FIRST]
+
+
+async def test_conversation_goes_on_at_another_proxy_with_its_images(
+    shared_store: str, start: StartProxy
+) -> None:
+    """At any call, also at the first one after an image."""
+    one = await start(store=shared_store)
+    other = await start(store=shared_store, engine=one.engine)
+    session = await one.session()
+    history: list[Any] = []
+    for number, picture in enumerate((FIRST, SECOND, LARGER, THIRD)):
+        proxy = (one, other)[number % 2]
+        moved = replace(session, base_url=f"{proxy.url}/{session.trial_id}/v1")
+        history.append(asked(picture, "And this?"))
+        history.append(said(await chat(proxy, moved, *history)))
+    assert one.engine.images.seen(one.engine.calls[-1]) == [FIRST, SECOND, LARGER, THIRD]
+    for proxy in (one, other):
+        _, turns = await proxy.record(session)
+        assert [turn.fork_cause for turn in turns] == [None] * 4
+        assert [len(turn.images) for turn in turns] == [1, 1, 1, 1]
+
+
+async def test_retention_removes_an_image_with_the_last_session_that_has_it(
+    shared_store: str, start: StartProxy
+) -> None:
+    proxy = await start(store=shared_store)
+    first, second = await proxy.session(), await proxy.session()
+    await chat(proxy, first, asked(FIRST, SECOND, "What?"))
+    await chat(proxy, second, asked(SECOND, "What?"))
+    store = await open_store(shared_store)
+    try:
+        for session, left in ((first, [None, SECOND]), (second, [None, None])):
+            await proxy.control.complete(session.trial_id)
+            assert await remove_old_sessions(store, 0, now=time.time() + 1) == 1
+            found = [await store.get_image(name(picture)) for picture in (FIRST, SECOND)]
+            assert [image and image.data for image in found] == left
+    finally:
+        await store.close()
 
 
 async def test_engine_with_another_processor_is_refused(start: StartProxy) -> None:
