@@ -75,9 +75,9 @@ async def simulate(
     for proxy in range(fleet.proxies):
         first = proxy * fleet.share
         known = [replicas[(first + i) % fleet.gpus] for i in range(fleet.share)]
-        admission = CacheAdmission(
-            scheduling or SchedulingConfig(enabled=False), on_admitted=figures.admitted
-        )
+        admission = None
+        if scheduling is not None:
+            admission = CacheAdmission(scheduling, on_admitted=figures.admitted)
         router = Router([each.view() for each in known], admission=admission)
         await router.check()
         routers.append(router)
@@ -143,7 +143,7 @@ def main() -> None:
     )
     ways = [
         None,
-        *(SchedulingConfig(enabled=True, max_wait_s=wait_s) for wait_s in arguments.max_wait_s),
+        *(SchedulingConfig(max_wait_s=wait_s) for wait_s in arguments.max_wait_s),
     ]
     for gpus in arguments.gpus:
         proxies = max(1, gpus // 50)

@@ -142,10 +142,12 @@ async def agent(number: int, router: Router, work: Work, figures: Figures) -> No
 
 async def run(server: VllmServer, work: Work, *, scheduled: bool) -> Figures:
     figures = Figures()
-    admission = CacheAdmission(
-        SchedulingConfig(enabled=scheduled),
-        on_admitted=lambda waited_s, overdue: figures.paused_s.append(waited_s),
-    )
+    admission = None
+    if scheduled:
+        admission = CacheAdmission(
+            SchedulingConfig(),
+            on_admitted=lambda waited_s, overdue: figures.paused_s.append(waited_s),
+        )
     engine = VllmEngine(server.url)
     router = Router([engine], vocab_size=1024, admission=admission)
     try:

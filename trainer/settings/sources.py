@@ -242,6 +242,8 @@ SUCCESSORS: Mapping[str, str] = {
     "rollout.n": "rollout.group_size",
     "rollout.prefix": "rollout.producer, with the target examples.branching.producers:prefixes",
     "rollout.tree": "rollout.producer, with the target examples.branching.producers:trees",
+    "sft.id_prefix": "sft.where",
+    "sft.max_reward": "sft.where",
     "train_dataset.batch_size": "rollout.groups_per_step",
     "train_dataset.path": "data.train_files",
     "trainer.default_local_dir": "trainer.run_dir",

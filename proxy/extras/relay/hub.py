@@ -34,6 +34,8 @@ from proxy.extras.relay.section import RelayConfig
 
 log = logging.getLogger(__name__)
 
+MAX_WORKERS = 1024
+"""Workers that may be connected; further ones get 503."""
 HANDSHAKE_S = 10.0
 
 
@@ -131,11 +133,11 @@ class RelayHub:
         if scheme != "Bearer" or not hmac.compare_digest(_hash(token), self._token):
             log.warning("relay: a worker at %s sent a wrong token", request.remote)
             return web.json_response({"error": "wrong relay token"}, status=401)
-        if self._open_sockets >= self._config.max_workers:
+        if self._open_sockets >= MAX_WORKERS:
             return web.json_response(
                 {
-                    "error": f"the proxy has the maximum of {self._config.max_workers} workers; "
-                    "raise relay.max_workers"
+                    "error": f"the proxy has the maximum of {MAX_WORKERS} workers; connect this "
+                    "one to another proxy"
                 },
                 status=503,
                 headers={"Retry-After": "10"},

@@ -25,8 +25,6 @@ class RelayConfig(Section):
     """Seconds that a disconnected worker has to reconnect before its calls are cut."""
     silence_s: float = Field(default=15.0, gt=0)
     """Seconds without any message, including pongs, after which a connection counts as lost."""
-    max_workers: int = Field(default=256, ge=1)
-    """Number of workers that may be connected; further workers get 503."""
 
     @model_validator(mode="before")
     @classmethod

@@ -38,7 +38,6 @@ class CacheAdmission:
         for each call the seconds that it waited, and whether it had waited as long as it may."""
         self.schedule = SessionSchedule(config.cache_share * share)
         self._openings = Openings()
-        self._enabled = config.enabled
         self._max_wait_s = config.max_wait_s
         self._on_admitted = on_admitted
         self._answer_tokens = FIRST_ANSWER_TOKENS
@@ -60,7 +59,7 @@ class CacheAdmission:
         turned_away = self.schedule.turn_away()
         if cache_tokens is None:
             self.lost(replica)
-        elif self._enabled:
+        else:
             self.schedule.set_capacity(replica, cache_tokens)
         self._arrive_again(turned_away)
 

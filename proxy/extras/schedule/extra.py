@@ -8,7 +8,6 @@ from typing import Self
 from proxy.config import ProxyConfig
 from proxy.extra import Core, Extra
 from proxy.extras.schedule.admission import CacheAdmission
-from proxy.extras.schedule.section import SchedulingConfig
 
 WAITS_S = (0.1, 1, 10, 30, 60, 120, 300, 600)
 """Bounds of the histogram of waits; the longest is twice the default of `max_wait_s`."""
@@ -19,8 +18,7 @@ class Scheduling(Extra):
 
     @classmethod
     def of(cls, config: ProxyConfig) -> Self | None:
-        section: SchedulingConfig = config.scheduling
-        return cls() if section.enabled else None
+        return cls()
 
     async def open(self, core: Core) -> None:
         waited = core.metrics.histogram(

@@ -8,12 +8,10 @@ from proxy.settings.section import Section
 
 
 class SchedulingConfig(Section):
-    """Which sessions sample when the engines' KV caches are too small for all of them. Only engines
-    that report the size of their cache are scheduled."""
+    """Calls wait so that the sessions that sample fit the engines' KV caches; `scheduling: {}` is
+    enough. Agents must accept that a call takes `max_wait_s` longer. Only engines that report the
+    size of their cache are scheduled."""
 
-    enabled: bool = False
-    """Whether calls wait so that the sessions that sample fit the engines' KV caches. Agents must
-    accept that a call takes `max_wait_s` longer."""
     max_wait_s: float = Field(default=300.0, gt=0)
     """Maximum number of seconds that a call waits for room; then it goes to the engine anyway. No
     call waits for more than a tenth of the time that its session has left, and one that is not

@@ -58,12 +58,13 @@ async def filled(
     start_proxy: StartProxy,
     engine: ScriptedEngine,
     limits: dict[str, Any] | None = None,
+    *,
+    off: bool = False,
     **scheduling: Any,
 ) -> Full:
     limits = {"keep_alive_s": 0.02, **(limits or {})}
-    proxy = await start_proxy(
-        engine=engine, scheduling={"enabled": True, **scheduling}, limits=limits
-    )
+    section = None if off else scheduling
+    proxy = await start_proxy(engine=engine, scheduling=section, limits=limits)
     while (await proxy.control.engines())[0]["cache_tokens"] is None:
         await engine.checked.wait()
     engine.faults = [Fault("stall")]
@@ -136,7 +137,7 @@ async def test_client_that_leaves_while_its_call_is_paused_leaves_a_cut_turn_and
 
 @pytest.mark.parametrize(
     ("scheduling", "headers"),
-    [({"max_wait_s": 0.1}, {}), ({}, {"x-stainless-timeout": "0.2"}), ({"enabled": False}, {})],
+    [({"max_wait_s": 0.1}, {}), ({}, {"x-stainless-timeout": "0.2"}), ({"off": True}, {})],
     ids=["max-wait", "client-timeout", "off"],
 )
 async def test_call_goes_to_the_engine_when_it_may_not_wait_longer(

@@ -101,7 +101,7 @@ def test_frame_enlarges_the_screen_of_a_gif() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_image_without_a_size_is_refused(kind: str) -> None:
-    data = {k: d for k, d in FILES.values()}[kind]
+    data = dict(FILES.values())[kind]
     with pytest.raises(ValueError, match="without a size"):
         pixels(data[:12], KINDS[kind])
 

@@ -37,16 +37,12 @@ class SftConfig(Section):
     kind: Common[Literal["train", "eval", "any"]] = "train"
     """Kind of the sessions. Those of a text-only engine and of evaluations are `eval`; make sure
     that sessions of held-out tasks are not among them."""
-    id_prefix: str = ""
-    """Only sessions whose id begins with this text."""
     tags: Mapping[str, str] = Field(default_factory=dict)
     """Only sessions whose metadata have these entries, such as `{task_id: sum-17}`."""
     reward: str | None = None
     """Key of the reward that is compared; None: the sum of the trial's rewards."""
     min_reward: Common[float | None] = None
     """Only sessions with at least this reward; None: also sessions without a reward."""
-    max_reward: float | None = None
-    """Only sessions with at most this reward."""
     where: SessionPredicate | None = None
     """A function of your own that chooses sessions: `module:function` or `file.py:function`."""
     ids: Literal["auto", "rendered"] = "auto"
@@ -73,10 +69,9 @@ class SftConfig(Section):
         """The filters, as `agentic-proxy export` takes them."""
         kind = None if self.kind == "any" else SessionKind(self.kind)
         return Filters(
-            SessionFilter(kind=kind, id_prefix=self.id_prefix),
+            SessionFilter(kind=kind),
             tags=self.tags,
             reward_key=self.reward,
             min_reward=-math.inf if self.min_reward is None else self.min_reward,
-            max_reward=math.inf if self.max_reward is None else self.max_reward,
             predicate=self.where,
         )

@@ -99,8 +99,6 @@ class ProxyRecords:
         query: dict[str, str | int] = {"limit": where.limit}
         if where.kind is not None:
             query["kind"] = where.kind.value
-        if where.id_prefix:
-            query["id_prefix"] = where.id_prefix
         if where.after is not None:
             query["after"] = where.after
         views = await self.proxy.list_sessions(**query)
@@ -116,4 +114,4 @@ class ProxyRecords:
 def _is_wanted(session: Session, where: SessionFilter) -> bool:
     right_kind = where.kind is None or session.kind is where.kind
     right_status = where.status is None or session.status is where.status
-    return right_kind and right_status and session.session_id.startswith(where.id_prefix)
+    return right_kind and right_status

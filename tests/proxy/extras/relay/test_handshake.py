@@ -109,9 +109,10 @@ async def test_worker_whose_hello_is_late_may_try_again(
 
 
 async def test_worker_beyond_the_limit_gets_503_with_retry_after(
-    open_proxy: OpenProxy, model: Path
+    open_proxy: OpenProxy, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy = await open_proxy(max_workers=1)
+    monkeypatch.setattr(hub, "MAX_WORKERS", 1)
+    proxy = await open_proxy()
     async with Socket(proxy) as socket:
         await socket.send_bytes(encode(hello(model)))
         assert isinstance(decode_to_worker(await socket.receive_bytes(timeout=10)), Welcome)

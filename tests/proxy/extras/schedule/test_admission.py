@@ -19,9 +19,9 @@ MAX_WAIT_S = 50.0
 class Waits:
     """An admission with one replica of 1000 tokens, and what its calls waited."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    def __init__(self) -> None:
         self.admission = CacheAdmission(
-            SchedulingConfig(enabled=enabled, max_wait_s=MAX_WAIT_S, cache_share=1.0),
+            SchedulingConfig(max_wait_s=MAX_WAIT_S, cache_share=1.0),
             on_admitted=lambda waited_s, overdue: self.waited.append((waited_s, overdue)),
         )
         self.waited: list[tuple[float, bool]] = []
@@ -244,23 +244,11 @@ def test_replica_that_comes_back_without_a_known_cache_makes_no_call_wait() -> N
     in_virtual_time(main())
 
 
-def test_scheduling_that_is_off_keeps_nothing_of_replicas_that_fail_and_come_back() -> None:
-    admission = Waits(enabled=False).admission
-    admission.failed("gpu")
-    admission.report("gpu", 1000)
-    assert not admission.knows("gpu")
-    assert not admission.active
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_nothing_waits_if_scheduling_is_off_or_a_replica_does_not_report_its_cache(
-    enabled: bool,
-) -> None:
-    waits = Waits(enabled=enabled)
+def test_nothing_waits_if_a_replica_does_not_report_its_cache() -> None:
+    waits = Waits()
+    waits.usable = ["gpu", "silent"]
 
     async def main() -> None:
-        if enabled:
-            waits.usable = ["gpu", "silent"]
         assert await waits.arrive("a#0", 900) is None
         assert await waits.arrive("b#0", 900) is None
 

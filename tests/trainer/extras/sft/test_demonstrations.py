@@ -108,12 +108,11 @@ def test_sessions_are_filtered_by_kind_reward_tag_and_predicate(
 
     assert len(names()) == 9
     assert names(min_reward=1) == ["001", "002", "004", "005", "007", "008"]
-    assert names(max_reward=0.5) == ["000", "003", "006"]
     assert names(kind="any", min_reward=1)[-1] == "009"
     assert names(kind="eval") == ["009"]
     assert names(tags={"task_id": "sum-004"}) == ["004"]
-    assert names(id_prefix="sum-00", where=f"{__name__}:ends_in_seven") == ["007"]
-    assert names(reward="verifier", min_reward=1, id_prefix="sum-001") == ["001"]
+    assert names(where=f"{__name__}:ends_in_seven") == ["007"]
+    assert names(reward="verifier", min_reward=1, tags={"task_id": "sum-001"}) == ["001"]
 
 
 def test_every_place_gives_the_same_demonstrations(
