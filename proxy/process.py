@@ -28,7 +28,7 @@ from proxy.extra import open_extras
 from proxy.extra_registry import SEVERAL_PROCESSES
 from proxy.http.server import app_runner
 from proxy.machine.file_lock import free_path
-from proxy.machine.open_files import calls_that_fit
+from proxy.machine.open_files import calls_that_fit, raise_limit
 from proxy.machine.port import BACKLOG, http_url, unusable_port
 from proxy.serving.forwarding import own_address
 from proxy.settings.plugins import load_plugin
@@ -52,6 +52,7 @@ async def serve(config: ProxyConfig, listening: Listening) -> None:
         ConfigurationError: the proxy cannot start, or `config` has no admin key.
         EngineError: the proxy's own vLLM did not start, or died.
     """
+    raise_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -40,6 +40,7 @@ from pathlib import Path
 
 from proxy.machine.command_line import escape_unknown_characters, find_own_modules
 from proxy.machine.direct_hosts import reach_directly
+from proxy.machine.open_files import raise_limit
 from trainer.commands.arguments import COMMANDS
 
 TRAINER_PACKAGES = frozenset({"peft", "safetensors", "torch", "transformers", "vllm", "xxhash"})
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     escape_unknown_characters()
     reach_directly()
+    raise_limit()
     words = sys.argv[1:] if argv is None else argv
     find_own_modules()
     line = COMMANDS.get(words[0]) if words else None

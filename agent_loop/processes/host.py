@@ -30,6 +30,7 @@ from agent_loop.processes.threads import run_to_end
 from harbor_sdk.sandbox import Bind, Sandbox, SandboxError, SandboxSpec
 from proxy import wall
 from proxy.machine import landlock
+from proxy.machine.open_files import limit_at_start
 from proxy.settings.section import Section
 from proxy.wall import Wall
 
@@ -41,7 +42,7 @@ END_TIMEOUT_S = REAP_TIMEOUT_S + 10.0
 
 class Limits(Section):
     """Limits of each process of a program (setrlimit), and of all of them behind a wall; None: the
-    limit of the trainer's process."""
+    limit with which the trainer was started."""
 
     cpu_s: int | None = Field(None, gt=0)
     """Seconds of processor time, after which the process is killed."""
@@ -152,6 +153,7 @@ class Job:
             "log_bytes": self.log_bytes,
             "timeout_s": self.timeout_s,
             "grace_s": self.grace_s,
+            "open_files": limit_at_start(),
             "limits": self.limits.as_rlimits(),
             "memory_bytes": self.limits.memory_bytes,
             "file_bytes": self.limits.file_bytes,

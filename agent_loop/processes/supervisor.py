@@ -426,6 +426,8 @@ def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
             os.dup2(fd, at)
         for fd in {null_fd, fds.stdout, fds.stderr, fds.left_over}:
             os.close(fd)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (job["open_files"], most))
         for name, value in job["limits"].items():
             last = value + 1 if name == "RLIMIT_CPU" else value  # SIGXCPU first, which says why
             resource.setrlimit(getattr(resource, name), (value, last))

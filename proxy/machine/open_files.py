@@ -7,6 +7,7 @@ descriptor it could not even answer `/health`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import resource
 
@@ -18,9 +19,17 @@ PER_CALL = 2
 _log = logging.getLogger(__name__)
 
 
+@functools.cache
+def limit_at_start() -> int:
+    """The soft limit with which this process was started, which it gives to programs of others: a
+    program that uses `select`, or closes every number up to the limit, relies on a low one."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def raise_limit() -> int:
     """Raises the soft limit of this process to the hard one, and returns it. Many systems set a
     soft limit of 1,024, for programs that use `select`."""
+    limit_at_start()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # macOS refuses an unlimited number
