@@ -65,7 +65,7 @@ def serve(arguments: argparse.Namespace) -> int:
         with_upstream = load_extra("proxy.extras.engines.hosted:with_upstream")
         config = with_upstream(config, arguments.upstream, arguments.upstream_model, os.environ)
     if arguments.learn:
-        config = load_extra(LEARNERS)(config, arguments.learn)
+        config = load_extra(LEARNERS)(config, arguments.learn, start=not arguments.no_learner)
     logs.set_up(config.log, config.log_level)
     announce = partial(_announce, None if config.admin_key else key_file(config))
     uvloop.run(process.serve(with_admin_key(config), announce))
@@ -117,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="FILE",
         help="also run `agentic-train learn --config FILE`, which learns from the sessions",
+    )
+    add.add_argument(
+        "--no-learner",
+        action="store_true",
+        help="serve what the learners of --learn have made, without starting them",
     )
     add.add_argument("--model", type=Path, help="the folder of the checkpoint that engines serve")
     add.add_argument("--store", metavar="URL", help="sqlite:///FILE or postgresql://…")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learn import world
+from benchmarks.learn.agent import AGENTS
 from benchmarks.learn.daily import User, engine, show
 from benchmarks.learn.harm import forgotten, poison, swaps, worse
 from benchmarks.learn.model import make_model
@@ -36,16 +37,18 @@ HARM = {"worse": worse, "poison": poison, "swaps": swaps, "forget": forgotten}
 
 
 async def learns(
-    folder: Path, engine_url: str, seed: int, sessions: int, evals: int
+    folder: Path, engine_url: str, seed: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """A user whose preference is learned."""
+    """A user whose preference is learned. Evaluations send what mini-swe-agent sends."""
+    evals = arguments.evals
     preference = world.PREFERENCES[seed % len(world.PREFERENCES)]
     user = User(preference, random.Random(seed + 100))
     async with show(folder, engine_url, user, seed) as run:
+        run.agent = arguments.agent
         history, shown = run.learner.history, 0
         rates = {0: await run.evaluate(0, evals)}
         print(f"seed {seed}, {preference}: {rates[0]:.2f} before", flush=True)
-        for number in range(sessions):
+        for number in range(arguments.sessions):
             await run.session(number)
             for line in run.learner.journal.lines[shown:]:
                 if line["kind"] in _SHOWN:
@@ -63,6 +66,7 @@ async def learns(
         week = [liked for _, liked in run.outcomes]
         return {
             "preference": preference,
+            "agent": arguments.agent,
             "before": rates[0],
             "after": rates[history.stable],
             "rates": rates,
@@ -81,6 +85,7 @@ def main() -> int:
     shows = ("learn", "worse", "poison", "swaps", "forget")
     parser.add_argument("--show", choices=shows, nargs="+", default=["learn"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--agent", choices=list(AGENTS), default="like-mini")
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--evals", type=int, default=40)
     arguments = parser.parse_args()
@@ -97,7 +102,7 @@ async def _shown(arguments: argparse.Namespace, folder: Path) -> None:
             own = folder / f"{name}{seed}"
             own.mkdir()
             if name == "learn":
-                work = learns(own, engine_url, seed, arguments.sessions, arguments.evals)
+                work = learns(own, engine_url, seed, arguments)
             else:
                 work = HARM[name](own, engine_url, seed)
             started = time.monotonic()

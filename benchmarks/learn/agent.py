@@ -1,20 +1,30 @@
-"""An agent that sends what mini-swe-agent sends, without its start of three seconds."""
+"""The agents of the simulated users: mini-swe-agent, and one that sends what it sends, without its
+start of three seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from benchmarks.learn.expert import begin
+from benchmarks.learn.expert import PROMPTS, begin
 from benchmarks.learn.world import Job
 from examples.mini_swe_agent.expert import SUBMIT, TOOLS
 from proxy.client import SessionHandle
 
+MINI = Path(".agents/python/bin/mini").absolute()
+MINI_SETTINGS = {
+    "MSWEA_CONFIGURED": "true",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "MSWEA_SILENT_STARTUP": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
 MAX_STEPS = 6
 COMMAND_S = 20.0
 _HISTORY = ("role", "content", "tool_calls")
@@ -44,6 +54,30 @@ async def run(http: aiohttp.ClientSession, session: SessionHandle, job: Job, fol
     return MAX_STEPS
 
 
+async def mini(http: aiohttp.ClientSession, session: SessionHandle, job: Job, folder: Path) -> int:
+    """Does the job with the mini-swe-agent of `make agents`; returns the number of its calls."""
+    output = folder.with_suffix(".json")
+    process = await asyncio.create_subprocess_exec(
+        *(str(MINI), "--yolo", "--exit-immediately", "--config=mini.yaml", f"--config={PROMPTS}"),
+        *("--model=openai/work", f"--task={job.prompt}", f"--output={output}"),
+        cwd=folder,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={
+            **MINI_SETTINGS,
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder.parent),
+            "MSWEA_GLOBAL_CONFIG_DIR": str(folder.with_suffix(".mini")),
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+        },
+    )
+    await process.wait()
+    messages = json.loads(output.read_text(encoding="utf-8"))["messages"]
+    return sum(message["role"] == "assistant" for message in messages)
+
+
 def shell(line: str, folder: Path) -> str:
     """What mini-swe-agent says of a command."""
     try:
@@ -68,3 +102,6 @@ def command_of(arguments: str) -> str:
         return str(json.loads(arguments).get("command", ""))
     except (json.JSONDecodeError, AttributeError):
         return ""
+
+
+AGENTS = {"like-mini": run, "mini-swe-agent": mini}

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -74,8 +74,10 @@ class Show:
     rng: random.Random
     outcomes: list[tuple[str, bool]] = field(default_factory=list)
     """Of each session: the policy that served it, and whether it was as the user likes."""
+    agent: str = "like-mini"
+    """Which agent does the daily work."""
     calls: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """What took the time: sessions, the learner's looks, its updates, evaluations."""
 
     async def session(self, number: int) -> bool:
@@ -85,7 +87,9 @@ class Show:
         world.new_repository(folder)
         metadata = {"folder": str(folder)}
         made = await self.control.create_session(f"day-{number:04d}", metadata=metadata)
-        liked = await self.work(made, folder, self.user.preference, world.new_job(self.rng))
+        liked = await self.work(
+            made, folder, self.user.preference, world.new_job(self.rng), self.agent
+        )
         await self.control.complete(made.trial_id)
         await self.user.react(self.control, made.trial_id, folder, liked=liked)
         session, turns = await self.control.get_turns(made.trial_id)
@@ -106,9 +110,14 @@ class Show:
             await admin.order(self.learner.policy, order)
 
     async def work(
-        self, made: SessionHandle, folder: Path, preference: str, job: world.Job
+        self,
+        made: SessionHandle,
+        folder: Path,
+        preference: str,
+        job: world.Job,
+        by: str = "like-mini",
     ) -> bool:
-        self.calls += await agent.run(self.http, made, job, folder)
+        self.calls += await agent.AGENTS[by](self.http, made, job, folder)
         _, turns = await self.control.get_turns(made.trial_id)
         return world.is_preferred(folder, job, preference, commands_of(turns))
 

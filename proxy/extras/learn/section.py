@@ -61,11 +61,11 @@ def read_recorder(path: Path) -> Recorder:
         raise ConfigurationError(f"{path}: recorder: {error}") from error
 
 
-def with_learners(config: ProxyConfig, files: Sequence[Path]) -> ProxyConfig:
-    """The recorder's configuration with these learners, which it starts."""
+def with_learners(config: ProxyConfig, files: Sequence[Path], *, start: bool = True) -> ProxyConfig:
+    """The recorder's configuration with these learners. `start`: it starts them."""
     settings = {
         "recorders": [read_recorder(file).model_dump(mode="json") for file in files],
-        "start": [str(file) for file in files],
+        "start": [str(file) for file in files if start],
     }
     extras = [*config.extras, OutsideExtra(target=TARGET, settings=settings)]
     return config.model_copy(update={"extras": extras})

@@ -74,8 +74,13 @@ def judged(seen: Seen, sources: Sequence[Source]) -> Judged:
 
 
 def is_due(seen: Seen, sources: Sequence[Source]) -> bool:
-    """Whether no source will know more later."""
-    return all(source.is_due(seen) for source in sources)
+    """Whether no source will know more later, or what one says is final already."""
+    return all(source.is_due(seen) for source in sources) or any(
+        finding.sign and finding.turn is None
+        for source in sources
+        if source.decides
+        for finding in source.judge(seen)
+    )
 
 
 def _barred(seen: Seen) -> str:

@@ -54,7 +54,9 @@ def test_serve_with_learn_adds_the_extra(tmp_path: Path) -> None:
     file.write_text(f"recorder: {{policy: mine, folder: {tmp_path}/mine}}\nengines: [x]\n")
     config = with_learners(load_config(None, model=tmp_path), [file])
     (learning,) = [each for each in open_extras(config) if isinstance(each, Learning)]
-    assert learning is not None
+    assert learning._start == (file,)
+    apart = open_extras(with_learners(load_config(None, model=tmp_path), [file], start=False))
+    assert [each._start for each in apart if isinstance(each, Learning)] == [()]
     with pytest.raises(ConfigurationError, match="names must differ"):
         open_extras(with_learners(load_config(None, model=tmp_path), [file, file]))
     file.write_text("recorder: {policy: 'a b'}")

@@ -111,8 +111,10 @@ def test_a_canary_that_is_not_better_is_promoted_no_more_often_than_stated(
     canary: float, stable: float, well: Sequence[float], share: float, *, knows: bool
 ) -> None:
     rng = random.Random(0)
-    options = {"well": well, "share": share, "knows": knows}
-    promoted = sum(decided(rng, canary, stable, **options)[0] == "promote" for _ in range(200))
+    promoted = sum(
+        decided(rng, canary, stable, well=well, share=share, knows=knows)[0] == "promote"
+        for _ in range(200)
+    )
     assert promoted / 200 <= ALPHA + 0.05
 
 

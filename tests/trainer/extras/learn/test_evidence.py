@@ -200,6 +200,14 @@ def test_an_unanswered_turn_has_no_value() -> None:
     assert judged(seen(made, rating=1.0), (Rating(),)).turns == {1: 1.0}
 
 
+def test_a_session_that_is_rated_waits_for_no_other_source() -> None:
+    made = talk(("git commit -qm x", ""))
+    sources = (Kept(after_s=10_000), Rating())
+    assert not is_due(seen(made), sources)
+    assert not is_due(seen(made, rating=0.5), sources)
+    assert is_due(seen(made, rating=1.0), sources)
+
+
 @pytest.mark.parametrize("cause", ["rule", "itself"])
 def test_a_session_with_a_mark_or_that_rates_itself_teaches_nothing_good(cause: str) -> None:
     command = "agentic-proxy sessions rate this up" if cause == "itself" else "ls"
