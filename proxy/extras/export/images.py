@@ -50,10 +50,14 @@ async def with_images(
         if why is not None and any(turn.images for each in unit for turn in each.turns):
             left_out[f"sessions with images: {why}"] += len(unit)
             continue
-        yield [await _loaded(sample, source) for sample in unit]
+        yield [await loaded(sample, source) for sample in unit]
 
 
-async def _loaded(sample: Sample, source: ImageSource) -> Sample:
+async def loaded(sample: Sample, source: ImageSource) -> Sample:
+    """The session with the bytes of its images.
+
+    Raises ImageError: an image is not in the store.
+    """
     names = {image.sha256 for turn in sample.turns for image in turn.images}
     found: dict[str, RecordedImage] = {}
     for sha256 in sorted(names):

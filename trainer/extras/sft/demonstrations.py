@@ -13,7 +13,8 @@ from agent_loop.errors import TrajectoryError
 from agent_loop.records import Rollout, RolloutStatus, Segment, Task
 from agent_loop.trajectory import build_segments, flatten
 from proxy.config import RenderingConfig
-from proxy.errors import RequestError
+from proxy.errors import ImageError, RequestError
+from proxy.extras.export.images import loaded
 from proxy.extras.export.protocol import Sample
 from proxy.extras.export.selection import ExportSelection
 from proxy.rendering.rendering import Rendering
@@ -81,13 +82,19 @@ class _Imitated:
 
 
 async def read_demonstrations(
-    config: SftConfig, model: Path, rendering: RenderingConfig, context_tokens: int
+    config: SftConfig,
+    model: Path,
+    rendering: RenderingConfig,
+    context_tokens: int,
+    *,
+    reads_images: bool = False,
 ) -> Demonstrations:
     """The selected sessions in the tokens of the checkpoint `model`. A session with a path of more
-    than `context_tokens` tokens is left out.
+    than `context_tokens` tokens is left out, and one with images of a model that does not read
+    them in training.
 
     Raises:
-        ConfigError: no session can be trained on.
+        ConfigError: no session can be trained on, or an image is not where its session is.
         ConfigurationError: a store cannot be opened, or the checkpoint has no usable tokenizer.
     """
     language = Rendering(load_tokenizer(model), rendering)
@@ -98,6 +105,8 @@ async def read_demonstrations(
             selection = ExportSelection(source, config.filters, _Imitated())
             async for (sample,) in selection.units():
                 try:
+                    if reads_images:
+                        sample = await loaded(sample, source)
                     each = demonstration(
                         sample,
                         language,
@@ -105,6 +114,8 @@ async def read_demonstrations(
                         as_history=config.without_reasoning == "as_history",
                     )
                     _refuse_overlong(each.rollout.segments, context_tokens)
+                except ImageError as error:
+                    raise ConfigError(f"sft.sessions: {name}: {error}") from error
                 except NotRenderable as reason:
                     left_out[str(reason)] += 1
                 else:
@@ -134,10 +145,13 @@ def demonstration(
         NotRenderable: the session has no answer, or cannot be rendered for the model.
     """
     session, turns = sample.session, list(sample.turns)
-    if any(turn.images for turn in turns):
-        raise NotRenderable("images, which sft does not train")
+    has_images = any(turn.images for turn in turns)
+    if has_images and not sample.images:
+        raise NotRenderable("images, which model.vision=text does not train")
     source: Source = "recorded"
     if ids == "rendered" or not are_tokens_of(turns, rendering):
+        if has_images:
+            raise NotRenderable("images, which are trained with recorded ids of the model alone")
         source = "rendered"
         follows = _follows(session.profile)
         turns = rendered_turns(turns, rendering, follows=follows, as_history=as_history)
@@ -154,6 +168,7 @@ def demonstration(
         sample.reward,
         segments=segments,
         num_turns=len(turns),
+        pictures={sha256: image.data for sha256, image in sample.images.items()},
     )
     trained = sum(int(segment.mask.sum()) for segment in segments)
     return Demonstration(

@@ -58,7 +58,13 @@ def assemble(config: TrainerConfig) -> SftParts:
     context_tokens = context_limit(load_settings(config.model.path))
     rendering = RenderingConfig(renderer=server.renderer, template_kwargs=server.template_kwargs)
     demonstrations = asyncio.run(
-        read_demonstrations(sft, config.model.path, rendering, context_tokens)
+        read_demonstrations(
+            sft,
+            config.model.path,
+            rendering,
+            context_tokens,
+            reads_images=config.model.vision != "text",
+        )
     )
     seed = config.trainer.seed
     train, held_out = split(demonstrations.found, sft.held_out, seed)

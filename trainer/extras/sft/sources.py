@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import unquote
 
 from proxy.client import ProxyClient
+from proxy.extras.export.images import ImageSource
 from proxy.extras.export.selection import RecordSource
-from proxy.records import Session, Turn
+from proxy.records import RecordedImage, Session, Turn
 from proxy.records.binary import RecordFormatError, decode_record
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter
@@ -21,8 +24,12 @@ STORE_FILE = "sessions.db"
 """The store in the folder of a run, of `collect` and of `eval`."""
 
 
+class SftSource(RecordSource, ImageSource, Protocol):
+    """Sessions, their turns and their images."""
+
+
 @asynccontextmanager
-async def open_source(name: str) -> AsyncIterator[RecordSource]:
+async def open_source(name: str) -> AsyncIterator[SftSource]:
     """Opens one entry of `sft.sessions`; nothing is created or changed.
 
     Raises:
@@ -36,7 +43,7 @@ async def open_source(name: str) -> AsyncIterator[RecordSource]:
     folder = Path(name)
     if "://" not in name and folder.is_dir():
         if not (folder / STORE_FILE).is_file():
-            yield RecordFolder(_names(folder))
+            yield RecordFolder(folder, _names(folder))
             return
         name = str(folder / STORE_FILE)
     store = await open_store(name, create=False)
@@ -58,7 +65,9 @@ def _names(folder: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class RecordFolder:
-    """The files that `agentic-proxy export --format records` wrote, as a `RecordSource`."""
+    """The files that `agentic-proxy export --format records` wrote."""
+
+    folder: Path
 
     files: Mapping[str, Path]
     """Session id → file, in the order of the ids."""
@@ -81,6 +90,10 @@ class RecordFolder:
     async def get_turns(self, session_id: str) -> list[Turn]:
         return self._read(session_id)[1]
 
+    async def get_image(self, sha256: str) -> RecordedImage | None:
+        file = self.folder / f"{sha256}.image"
+        return read_image(sha256, file.read_bytes()) if file.is_file() else None
+
     def _read(self, session_id: str) -> tuple[Session, list[Turn]]:
         file = self.files[session_id]
         try:
@@ -91,9 +104,11 @@ class RecordFolder:
 
 @dataclass(frozen=True, slots=True)
 class ProxyRecords:
-    """The sessions of a running proxy, as a `RecordSource`."""
+    """The sessions of a running proxy."""
 
     proxy: ProxyClient
+    _sessions: dict[str, str] = field(default_factory=dict)
+    """Of an image, a session that has it."""
 
     async def list_sessions(self, where: SessionFilter) -> list[Session]:
         query: dict[str, str | int] = {"limit": where.limit}
@@ -108,7 +123,20 @@ class ProxyRecords:
         return (await self.proxy.get_turns(session_id))[0]
 
     async def get_turns(self, session_id: str) -> list[Turn]:
-        return (await self.proxy.get_turns(session_id))[1]
+        turns = (await self.proxy.get_turns(session_id))[1]
+        named = {image.sha256: session_id for turn in turns for image in turn.images}
+        self._sessions.update(named)
+        return turns
+
+    async def get_image(self, sha256: str) -> RecordedImage | None:
+        return read_image(sha256, await self.proxy.image(self._sessions[sha256], sha256))
+
+
+def read_image(sha256: str, data: bytes) -> RecordedImage:
+    """Raises ConfigError: these are other bytes."""
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ConfigError(f"sft.sessions: image {sha256} has other bytes than were recorded")
+    return RecordedImage(sha256, "", data)
 
 
 def _is_wanted(session: Session, where: SessionFilter) -> bool:
