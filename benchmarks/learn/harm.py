@@ -124,7 +124,12 @@ async def swaps(
     folder: Path, engine_url: str, seed: int, count: int = 20, users: int = 3
 ) -> dict[str, Any]:
     """Users who work all the time, while one adapter after the other is promoted."""
-    more = {"update": {"sessions": 1, "epochs": 1}, "evidence": ["rating"]}
+    more = {
+        "update": {"sessions": 1, "good": 0, "epochs": 1, "replay": 0.0},
+        "optimizer": {"lr": 1.0e-4},
+        "gates": {"max_kl": 1e6, "least_held_out": 10_000},  # ratings are random
+        "evidence": ["rating"],
+    }
     user = User("conventional", random.Random(seed), says=1.0)
     async with show(folder, engine_url, user, seed, **more) as run:
         stop, took, names = asyncio.Event(), [], []
