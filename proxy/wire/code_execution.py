@@ -140,16 +140,13 @@ def result_block(result: ResultDelta) -> JsonObject:
 
 def block_result(block: Fields) -> str:
     """The text of a result that comes back. What another provider has encrypted is left out."""
-    content = block.child("content")
+    content = next(iter(block.quoted_objects("content")), Fields({}))
     error = content.get("error_code")
-    if error is not None:
+    if error is not None or not content.data:
         return next((text for text, code in _ERRORS.items() if code == error), UNAVAILABLE)
     code = content.get("return_code")
-    return _text(
-        content.text("stdout", ""),
-        content.text("stderr", ""),
-        code if isinstance(code, int) and abs(code) < 2**63 else 0,
-    )
+    is_code = type(code) is int and abs(code) < 2**63
+    return _text(content.quoted("stdout"), content.quoted("stderr"), code if is_code else 0)
 
 
 # --------------------------------------------------------------------------- Responses
@@ -200,12 +197,12 @@ def code_item(
 
 def item_code(item: Fields, call_id: str) -> CodeItem:
     """`call_id` is for a client that sends no ids of items."""
-    own = _ITEM_ID.fullmatch(item.optional_text("id") or "")
-    arguments = orjson.dumps({"code": item.optional_text("code") or ""}).decode()
+    own = _ITEM_ID.fullmatch(item.quoted("id"))
+    arguments = orjson.dumps({"code": item.quoted("code")}).decode()
     call = ToolCall(own["call_id"] if own else call_id, CODE, arguments)
     logs = None
     if isinstance(item.get("outputs"), list):
-        logs = "".join(each.text("logs", "") for each in item.objects("outputs"))
+        logs = "".join(each.quoted("logs") for each in item.quoted_objects("outputs"))
     failed = item.get("status") == "failed"
     return CodeItem(call, int(own["turn"]) if own else None, failed, logs)
 

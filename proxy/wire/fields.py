@@ -137,6 +137,18 @@ class Fields:
         value = self.data.get(name)
         return Fields({} if value is None else value, self, name)
 
+    def quoted(self, name: str) -> str:
+        """The string at `name`, in what an agent only quotes from its history; empty if there is
+        none, which is no reason to refuse a request."""
+        value = self.data.get(name)
+        return value if isinstance(value, str) else ""
+
+    def quoted_objects(self, name: str) -> list[Fields]:
+        """The objects at `name`, one or a list of them; see `quoted`."""
+        value = self.data.get(name)
+        found = value if isinstance(value, list) else [value]
+        return [Fields(each, self, name, i) for i, each in enumerate(found) if type(each) is dict]
+
     def stops(self, name: str) -> tuple[str, ...]:
         value = self.data.get(name)
         strings = [value] if isinstance(value, str) else self.items(name)

@@ -195,7 +195,8 @@ def parse_conversation(fields: Fields) -> Conversation:
     system = _texts(fields, "system")
     if system:
         messages.append(Message("system", system))
-    referable = {tool.get("name"): tool for tool in fields.items("tools") if isinstance(tool, dict)}
+    tools = [tool for tool in fields.items("tools") if isinstance(tool, dict)]
+    referable = {tool["name"]: tool for tool in tools if isinstance(tool.get("name"), str)}
     provided = provider_tools(fields.items("tools"))
     for item in fields.objects("messages"):
         messages += _parse_message(item, referable, provided)
@@ -236,7 +237,7 @@ def _parse_message(
         return [Message("user", fields.text("content"))]
     results, texts = [], []
     for block in fields.objects("content"):
-        if block.text("type") == "tool_result":
+        if block.text("type", "text") == "tool_result":
             call_id = block.text("tool_use_id", "")
             results.append(Message("tool", _result(block, tools), tool_call_id=call_id))
         else:
@@ -254,7 +255,7 @@ def _parse_assistant(fields: Fields, provided: Collection[str]) -> list[Message]
     out: list[Message] = []
     blocks: list[Fields] = []
     for block in fields.objects("content"):
-        if RESULT_BLOCKS.get(block.text("type")) in provided:
+        if RESULT_BLOCKS.get(block.text("type", "text")) in provided:
             if blocks:
                 out.append(_answer(blocks, provided))
             blocks = []
@@ -269,10 +270,12 @@ def _answer(blocks: list[Fields], provided: Collection[str]) -> Message:
     message = Message("assistant")
     texts, thoughts = [], []
     for block in blocks:
-        kind = block.text("type")
+        kind = block.text("type", "text")
         is_provided = kind == "server_tool_use" and str(block.get("name")) in provided
         if kind == "tool_use" or is_provided:
-            arguments = orjson.dumps(block.child("input").data).decode()
+            given = block.get("input")
+            # Text is a call that the agent could not read, as it was sampled.
+            arguments = given if isinstance(given, str) else orjson.dumps(given or {}).decode()
             call = ToolCall(block.text("id", ""), block.text("name", ""), arguments)
             message.tool_calls.append(call)
         elif kind == "thinking":
@@ -294,12 +297,12 @@ def _result(fields: Fields, tools: Mapping[Any, dict[str, Any]]) -> str:
         return _texts(fields, "content")
     texts = []
     for block in fields.objects("content"):
-        found = tools.get(block.get("tool_name")) if _is_reference(block) else None
+        found = tools.get(block.quoted("tool_name")) if _is_reference(block) else None
         if found is not None:
             shown = {name: found[name] for name in _SHOWN_OF_TOOL if name in found}
             texts.append(orjson.dumps(shown).decode())
         elif _is_reference(block):
-            texts.append(f"[tool: {block.text('tool_name', '')[:200]}]")
+            texts.append(f"[tool: {block.quoted('tool_name')[:200]}]")
         else:
             texts.append(block_text(block))
     return joined_blocks(texts)

@@ -223,7 +223,7 @@ def offered_tools(
     choice = fields.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         named = fields.child("tool_choice").objects("tools")
-        allowed = {each.get("name") or each.get("type") for each in named}
+        allowed = {each.text("name", "") or each.text("type", "") for each in named}
         functions = [each for each in functions if each["function"]["name"] in allowed]
     return functions, deferred, kinds, provider_tools([tool.data for tool in tools])
 
@@ -351,8 +351,8 @@ def _agent_message(item: Fields) -> str:
     texts = []
     for part in item.objects("content"):
         is_secret = part.get("type") == "encrypted_content"
-        texts.append(part.text("encrypted_content", "") if is_secret else block_text(part))
-    author = item.optional_text("author")
+        texts.append(part.quoted("encrypted_content") if is_secret else block_text(part))
+    author = item.quoted("author")
     return (f"Message from {author}:\n" if author else "") + joined_blocks(texts)
 
 
@@ -387,8 +387,9 @@ def _shell_output(part: Fields) -> str:
 
 
 def _reasoning(item: Fields) -> str:
-    parts = [*item.objects("content"), *item.objects("summary")]
-    return "\n".join(part.text("text", "") for part in parts)
+    parts = [*item.items("content"), *item.items("summary")]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _function(tool: Fields, *, free_form: bool) -> dict[str, Any]:

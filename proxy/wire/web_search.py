@@ -88,14 +88,13 @@ def result_block(result: ResultDelta) -> JsonObject:
 def block_result(block: Fields) -> str:
     """The text of a result that comes back. What another provider has encrypted is left out."""
     if not isinstance(block.get("content"), list):
-        code = block.child("content").get("error_code")
-        return next((text for text, known in _ERRORS.items() if known == code), UNAVAILABLE)
+        code = [each.get("error_code") for each in block.quoted_objects("content")]
+        return next((text for text, known in _ERRORS.items() if known in code), UNAVAILABLE)
     found = []
-    for each in block.objects("content"):
-        content = each.get("encrypted_content")
-        ours = isinstance(content, str) and content.startswith(_MARK)
-        text = content[len(_MARK) :] if isinstance(content, str) and ours else ""
-        found.append({"title": each.text("title", ""), "url": each.text("url", ""), "text": text})
+    for each in block.quoted_objects("content"):
+        content = each.quoted("encrypted_content")
+        text = content[len(_MARK) :] if content.startswith(_MARK) else ""
+        found.append({"title": each.quoted("title"), "url": each.quoted("url"), "text": text})
     return results_text(found)
 
 
@@ -116,8 +115,9 @@ def search_item(result: ResultDelta, turn: int) -> JsonObject:
 def item_search(item: Fields, call_id: str) -> tuple[ToolCall, str | None]:
     """The call of an item that comes back, and its result; None if that is in the record.
     `call_id` is for a client that sends no ids of items."""
-    own = _ITEM_ID.fullmatch(item.optional_text("id") or "")
-    arguments = orjson.dumps({"query": item.child("action").get("query")}).decode()
+    own = _ITEM_ID.fullmatch(item.quoted("id"))
+    query = [action.get("query") for action in item.quoted_objects("action")]
+    arguments = orjson.dumps({"query": next(iter(query), None)}).decode()
     call = ToolCall(own["call_id"] if own else call_id, WEB_SEARCH, arguments)
     return call, UNAVAILABLE if item.get("status") == "failed" else None
 
