@@ -8,7 +8,7 @@ Invariant: a stream and a whole body of the same outcomes have the same content.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -18,8 +18,10 @@ from proxy.errors import ProxyError
 from proxy.records import FinishReason, Ids
 from proxy.rendering.deltas import Delta, ResultDelta
 from proxy.wire.fields import Fields, Note
-from proxy.wire.images import SentImages
-from proxy.wire.provided import PastCall
+
+if TYPE_CHECKING:  # the trainer, which reads `Options`, loads neither
+    from proxy.wire.images import SentImages
+    from proxy.wire.provided import PastCall
 
 Headers = Mapping[str, str]
 

@@ -6,12 +6,14 @@ RequestError with the field's path, its value (shortened) and what was expected.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from proxy.errors import RequestError
-from proxy.wire.images import SentImages
+
+if TYPE_CHECKING:
+    from proxy.wire.images import SentImages
 
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_VALUES = 40
