@@ -340,6 +340,8 @@ class RunVerdict:
         equal = groups.solved + groups.unsolved
         evidence = [change.json]
         cause = "rewards differ within groups, but not by what the updates change: noise"
+        if self._is_fine_tuning:
+            cause = "the updates are too small, or the sessions have nothing in common to imitate"
         if groups.all:
             evidence.append(_share("groups without a signal", equal, groups.all))
         if groups.all and 2 * equal > groups.all:
@@ -378,6 +380,12 @@ class RunVerdict:
         causes.update({cause: each.trials for cause, each in self._seen.failures.items()})
         judged = sum(count for count, _ in last.tasks.values())
         return last.failed, last.failed + judged, causes
+
+    @property
+    def _is_fine_tuning(self) -> bool:
+        """Whether the run imitates recorded sessions, without trials and rewards."""
+        has_section = any(key.startswith("sft.") for key in self._config)
+        return self._means()[0] == "loss" or (has_section and not self._seen.trials)
 
     def _measured(self, name: str) -> list[dict[str, float]]:
         found = sorted(self._seen.measures.items())
@@ -475,6 +483,8 @@ class RunVerdict:
         return "the updates made the policy worse, or it is rewarded for something else"
 
     def _why_learning(self) -> str:
+        if self._is_fine_tuning:
+            return "the policy says what the sessions' answers say"
         groups = self._groups()
         if groups.all and 2 * groups.solved > groups.all:
             share = percent(groups.solved / groups.all)
@@ -510,7 +520,10 @@ class RunVerdict:
 
         def train(what: str, name: str, *words: str) -> NextJson:
             given = " ".join(map(shlex.quote, words))
-            return step(what, f"agentic-train {config} {given} trainer.run_dir={run}-{name}")
+            program = "agentic-train sft" if self._is_fine_tuning else "agentic-train"
+            return step(what, f"{program} {config} {given} trainer.run_dir={run}-{name}")
+
+        epochs = f"sft.epochs={2 * self._number('sft.epochs', 1):.0f}"
 
         match word:
             case Word.TOO_HARD | Word.COLLAPSED if self._is_cut_short:
@@ -549,6 +562,10 @@ class RunVerdict:
                     "signal",
                     "rollout.drop_uniform_groups=true",
                 )
+            case Word.NOT_SEPARATING if self._is_fine_tuning:
+                lr = self._number("optimizer.lr", 1e-6)
+                yield train("larger updates", "faster", f"optimizer.lr={3 * lr:.2g}")
+                yield train("or more passes over the sessions", "longer", epochs)
             case Word.NOT_SEPARATING:
                 yield step(
                     "look at two rollouts of one group: does the better one deserve its reward?",
@@ -585,22 +602,25 @@ class RunVerdict:
                 yield step("then go on", f"agentic-train resume {run}")
             case Word.LEARNING:
                 steps = self._number("trainer.steps", 0)
-                if self._status == "done" and any(key.startswith("sft.") for key in self._config):
+                if self._status == "done" and self._is_fine_tuning:
                     last = max([*self._steps, *self._seen.measures], default=0)
-                    yield train(
+                    model = f"model.path={self._folder}/checkpoints/step-{last:06d}/model"
+                    yield step(
                         "train on from it with rewards",
-                        "rl",
-                        *(
-                            "sft=null",
-                            f"model.path={self._folder}/checkpoints/step-{last:06d}/model",
-                        ),
+                        f"agentic-train {config} sft=null {shlex.quote(model)} "
+                        f"trainer.run_dir={run}-rl",
                     )
                 if self._status == "running":
                     yield step("watch it", f"agentic-train status {run}")
                 elif self._status == "done":
                     yield step("read its report", f"agentic-train report {run}")
-                    yield step(
-                        "train longer", f"agentic-train resume {run} trainer.steps={2 * steps:.0f}"
+                    yield (
+                        train("or fine-tune for longer", "longer", epochs)
+                        if self._is_fine_tuning
+                        else step(
+                            "train longer",
+                            f"agentic-train resume {run} trainer.steps={2 * steps:.0f}",
+                        )
                     )
                 else:
                     yield step("go on", f"agentic-train resume {run}")
@@ -609,8 +629,12 @@ class RunVerdict:
                     yield step("ask again later", f"agentic-train status {run}")
                 elif self._status == "done":
                     steps = max(2 * self._number("trainer.steps", 0), ENOUGH_STEPS)
-                    yield step(
-                        "train longer", f"agentic-train resume {run} trainer.steps={steps:.0f}"
+                    yield (
+                        train("fine-tune for longer", "longer", epochs)
+                        if self._is_fine_tuning
+                        else step(
+                            "train longer", f"agentic-train resume {run} trainer.steps={steps:.0f}"
+                        )
                     )
                 else:
                     yield step("go on", f"agentic-train resume {run}")

@@ -189,6 +189,24 @@ def test_the_loss_of_a_fine_tuning_is_judged_and_its_checkpoint_is_next(tmp_path
     assert "checkpoints/step-000012/model" in found["next"][0]["command"]
 
 
+@pytest.mark.parametrize(("steps", "word"), [(30, "not separating"), (0, "too early")])
+def test_what_to_do_after_a_fine_tuning_is_a_fine_tuning(
+    steps: int, word: str, tmp_path: Path
+) -> None:
+    """It has no groups and no rewards, and `trainer.steps` has no effect."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    rng = random.Random(3)
+    losses = [{"step": n + 1, "sft/loss": rng.uniform(0.4, 0.5)} for n in range(steps)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in losses))
+    found = judged(folder, config={"sft.sessions": "[]", "sft.epochs": "2"})
+    assert found["verdict"] == word
+    assert "groups" not in found["cause"]
+    commands = [each["command"] for each in found["next"]]
+    assert all(each.startswith("agentic-train sft --config") for each in commands)
+    assert "sft.epochs=4" in commands[-1]
+
+
 def test_a_record_read_in_pieces_or_after_a_restart_is_the_same(tmp_path: Path) -> None:
     rng = random.Random(6)
     steps = [sampled(rng, 0.2 + n / 40) for n in range(24)]
