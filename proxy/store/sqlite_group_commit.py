@@ -6,7 +6,8 @@ commit fails, every write in it fails with StoreError, and none is stored.
 A commit that waits for nothing takes about 50 µs, and a round trip to a thread several times as
 long. Therefore the event loop commits by itself (`at_once`), except in these cases, in which the
 thread commits: a write may take long (`may_block`), the file is locked, the commit moves the log
-into the database, or a commit was slow within the last `SLOW_FOR_S`.
+into the database, or a commit was slow within the last `SLOW_FOR_S`. So a disk that stalls stops the
+event loop, and with it `/health`, once: at the first commit of the stall.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ SLOW_S = 0.02
 SLOW_FOR_S = 10.0
 """After a commit in the event loop that took `SLOW_S`, the thread makes all commits for
 `SLOW_FOR_S`."""
+STALL_S = 0.2
+"""After a commit in the thread that took this long, too. It is more than `SLOW_S`, because the
+thread makes the large commits and those that move the log."""
 
 
 class _Write(msgspec.Struct):
@@ -159,7 +163,11 @@ class GroupWriter:
                 batch = [write for gathered in batches for write in gathered]
                 for start in range(0, len(batch), MAX_BATCH):
                     part = batch[start : start + MAX_BATCH]
+                    begun = time.monotonic()
                     self._commit(part)
+                    now = time.monotonic()
+                    if now - begun > STALL_S:
+                        self._slow_until = now + SLOW_FOR_S
                     _resolve_from_thread(part)
                 self._done += len(batches)
         finally:

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,6 +86,32 @@ async def test_slow_commit_moves_the_next_one_to_the_thread(
     group = sqlite_group_commit.GroupWriter(connections[0], at_once=connections[1], max_pending=4)
     threads = [await group.write(lambda _: threading.current_thread().name) for _ in range(3)]
     assert threads == [threading.current_thread().name, "store-writer", "store-writer"]
+    await group.close()
+
+
+async def test_disk_that_stays_slow_stops_the_event_loop_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each commit takes 1.5 s of a clock that only commits move."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(sqlite_group_commit, "time", clock)
+    connections = [
+        sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None, check_same_thread=False)
+        for _ in range(2)
+    ]
+    group = sqlite_group_commit.GroupWriter(connections[0], at_once=connections[1], max_pending=4)
+
+    def commit(_: sqlite3.Connection, seconds: float = 1.5) -> str:
+        now[0] += seconds
+        return threading.current_thread().name
+
+    threads = [await group.write(commit) for _ in range(30)]
+    assert threads == [threading.current_thread().name, *["store-writer"] * 29]
+    while group._handed_over != group._done:
+        await asyncio.sleep(0)
+    now[0] += sqlite_group_commit.SLOW_FOR_S  # the disk is fast again
+    assert await group.write(partial(commit, seconds=0.0)) == threading.current_thread().name
     await group.close()
 
 
