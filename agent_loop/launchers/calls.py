@@ -46,4 +46,5 @@ class GradeCall:
     agent_end: str
     """`exited`, `crashed` or `timed_out`."""
     answers: Sequence[Mapping[str, Any]]
-    """The model's messages, in order, as they were sent to the agent."""
+    """The model's messages, in order, as Chat Completions has them, whatever the agent speaks:
+    `role`, `content`, and, if there are any, `reasoning_content` and `tool_calls`."""

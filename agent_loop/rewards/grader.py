@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import orjson
 from pydantic import Field
 
 from agent_loop.errors import LaunchError, RewardError
@@ -23,6 +22,7 @@ from agent_loop.processes.readable import declared, own_python
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.rewards.bench import judge
 from agent_loop.rewards.protocol import OwnRewardConfig
+from proxy.conversation.messages import Message, load_answer
 from proxy.records import Turn
 from proxy.settings.section import Common
 
@@ -89,5 +89,20 @@ class Grader:
 
 
 def answers(turns: Sequence[Turn]) -> list[dict[str, object]]:
-    """The model's messages of the answered turns, as they were sent to the agent."""
-    return [orjson.loads(turn.answer) for turn in turns if turn.sampled and turn.answer]
+    """The model's messages of the answered turns, as Chat Completions has them."""
+    given = (load_answer(turn.answer) for turn in turns if turn.sampled and turn.answer)
+    return [_chat_message(message) for message in given]
+
+
+def _chat_message(message: Message) -> dict[str, object]:
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in message.tool_calls
+    ]
+    fields = {"reasoning_content": message.reasoning, "tool_calls": calls}
+    given = {name: value for name, value in fields.items() if value}
+    return {"role": "assistant", "content": message.text, **given}

@@ -19,6 +19,7 @@ VERIFIER_FILES = (
     *("verifier.log", "verifier.stderr.log", "grader.log", "graded.json"),
     *("reward/reward.json", "reward/reward.txt"),
 )
+_REWARD_FAILED = "RewardError"
 END_BYTES = 4_000
 """Of each file in the list; about 50 lines."""
 PIECE_BYTES = 64_000
@@ -44,6 +45,14 @@ class TrialFiles:
         """The end of each of the files that is there and not empty."""
         found = (self.before(name, None, most) for name in names)
         return [piece for piece in found if piece is not None and piece["bytes"]]
+
+    def last_words(self, error: str) -> str:
+        """What the program that failed printed last: what judged the trial if `error` says that the
+        reward failed, else the agent; of the other one, if it printed nothing."""
+        names = [*AGENT_FILES, *VERIFIER_FILES]
+        if error.startswith(_REWARD_FAILED):
+            names = [*VERIFIER_FILES, *AGENT_FILES]
+        return next((text for end in self.ends(tuple(names)) if (text := end["text"].strip())), "")
 
     def before(self, name: str, end: int | None, most: int = PIECE_BYTES) -> FilePiece | None:
         """The last `most` bytes, or a few fewer, before the byte `end` (None: of the file). None

@@ -30,7 +30,7 @@ from proxy.run_files.causes import is_infrastructure
 from proxy.run_files.evidence import Evaluated, Evidence, Failed, Groups, StepTrials
 from proxy.run_files.formats import duration, interval, percent, points, signed
 from proxy.run_files.intervals import change_of_means, wilson_interval
-from proxy.run_files.trial_files import AGENT_FILES, VERIFIER_FILES, TrialFiles
+from proxy.run_files.trial_files import TrialFiles
 
 
 class Word(StrEnum):
@@ -497,8 +497,7 @@ class RunVerdict:
     def _failure(self, cause: str, failed: Failed) -> FailureJson:
         trial_id = str(failed.example.get("trial_id") or "")
         files = TrialFiles(self._folder / "trials", trial_id)
-        ends = [*files.ends(AGENT_FILES), *files.ends(VERIFIER_FILES)]
-        text = next((ended for end in ends if (ended := end["text"].strip())), "")
+        text = files.last_words(cause)
         last = [line for line in without_credentials(text).splitlines() if line.strip()]
         return {
             "cause": cause,

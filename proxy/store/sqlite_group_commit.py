@@ -6,8 +6,8 @@ commit fails, every write in it fails with StoreError, and none is stored.
 A commit that waits for nothing takes about 50 µs, and a round trip to a thread several times as
 long. Therefore the event loop commits by itself (`at_once`), except in these cases, in which the
 thread commits: a write may take long (`may_block`), the file is locked, the commit moves the log
-into the database, or a commit was slow within the last `SLOW_FOR_S`. So a disk that stalls stops the
-event loop, and with it `/health`, once: at the first commit of the stall.
+into the database, or a commit was slow within the last `SLOW_FOR_S`. So a disk that stalls stops
+the event loop, and with it `/health`, once: at the first commit of the stall.
 """
 
 from __future__ import annotations

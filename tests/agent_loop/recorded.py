@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import orjson
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent_loop.records import AgentEnd, AgentResult, FinishedTrial, Trial
+from proxy.conversation.messages import Message, dump_answer
 from proxy.records import (
     FinishReason,
     ForkCause,
@@ -69,7 +69,7 @@ def finished(
     )  # fmt: skip
     turns = [turn(i, None, 0, [1], [2]) for i in range(len(answers))]
     turns = [
-        replace(answered, answer=orjson.dumps({"role": "assistant", "content": content}))
+        replace(answered, answer=dump_answer(Message("assistant", content)))
         for answered, content in zip(turns, answers, strict=True)
     ]
     return FinishedTrial(trial, agent or AgentResult(AgentEnd.EXITED), session, turns)

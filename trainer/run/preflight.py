@@ -15,7 +15,7 @@ from agent_loop.producers.protocol import RunsTrials
 from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from proxy.records import SessionKind
 from proxy.run_files.causes import cause_of
-from proxy.run_files.trial_files import AGENT_FILES, VERIFIER_FILES, TrialFiles
+from proxy.run_files.trial_files import TrialFiles
 from trainer.errors import TrainingError
 
 LINES = 5
@@ -76,8 +76,7 @@ class Preflight:
 
     def _told(self, rollout: Rollout) -> str:
         files = TrialFiles(self._trials, rollout.trial_id)
-        ends = [*files.ends(AGENT_FILES), *files.ends(VERIFIER_FILES)]
-        text = next((end["text"] for end in ends if end["text"].strip()), "")
+        text = files.last_words(rollout.error or "")
         last = [line for line in text.splitlines() if line.strip()][-LINES:]
         lines = f"; its last lines: {' | '.join(last)}" if last else ""
         why = cause_of(rollout.error) if rollout.error else "it got no reward"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Self
 
 import aiohttp
-import orjson
 from pydantic import Field, model_validator
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
@@ -27,7 +26,6 @@ from agent_loop.extras.judge.models import (
 from agent_loop.model_api import BearerKey, chat_completion
 from agent_loop.records import FinishedTrial, Graded
 from agent_loop.reward_values import number
-from agent_loop.rewards.grader import answers
 from agent_loop.rewards.protocol import JudgeSection
 from proxy.engines.vllm_server import VllmConfig
 from proxy.machine.direct_hosts import proxy_for
@@ -172,4 +170,4 @@ class Judge:
 
 def transcript(turns: Sequence[Turn]) -> str:
     """The agent's messages, with its tool calls, as JSON lines."""
-    return "\n".join(orjson.dumps(message).decode() for message in answers(turns))
+    return "\n".join(turn.answer.decode() for turn in turns if turn.sampled and turn.answer)

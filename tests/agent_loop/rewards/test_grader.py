@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from agent_loop.errors import RewardError
 from agent_loop.records import Graded, Trial
-from agent_loop.rewards.grader import Grader, GraderConfig
+from agent_loop.rewards.grader import Grader, GraderConfig, answers
+from proxy.conversation.messages import Message, ToolCall, dump_answer
 from tests.agent_loop.conftest import MakeTrial
-from tests.agent_loop.recorded import finished
+from tests.agent_loop.recorded import finished, turn
 
 
 async def grade(trial: Trial, function: str, answer: str = "42", timeout_s: float = 20) -> Graded:
@@ -26,6 +28,25 @@ async def test_grader_gets_the_models_answers(
     make_trial: MakeTrial, answer: str, value: float
 ) -> None:
     assert await grade(make_trial(answer="42"), "exact_answer", answer) == Graded(value)
+
+
+def test_answers_are_messages_of_chat_completions() -> None:
+    calls = [ToolCall("call_1", "Read", '{"path": "a"}')]
+    said = [Message("assistant", "", "I look.", calls), Message("assistant", "It says 7.")]
+    turns = [
+        replace(turn(index, None, 0, [1], [2]), answer=dump_answer(message))
+        for index, message in enumerate(said)
+    ]
+    function = {"name": "Read", "arguments": '{"path": "a"}'}
+    assert answers(turns) == [
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "I look.",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+        },
+        {"role": "assistant", "content": "It says 7."},
+    ]
 
 
 async def test_none_means_no_reward(make_trial: MakeTrial) -> None:

@@ -51,3 +51,13 @@ def test_no_link_pipe_or_foreign_name_is_read(tmp_path: Path) -> None:
     assert TrialFiles(trials, "t").ends(names) == []
     for trial in ("linked", "..", ".", "", "t/../..", "\ud800", "a\0b", "none"):
         assert TrialFiles(trials, trial).ends(AGENT_FILES) == []
+
+
+def test_last_words_are_those_of_the_program_that_failed(tmp_path: Path) -> None:
+    files = TrialFiles(tmp_path, "t")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "agent.log").write_text("I pressed 2,2.\n")
+    assert files.last_words("RewardError: exit code 1") == "I pressed 2,2."
+    (tmp_path / "t" / "grader.log").write_text("KeyError: 'content'\n")
+    assert files.last_words("RewardError: exit code 1") == "KeyError: 'content'"
+    assert files.last_words("AgentError: exit code 1") == "I pressed 2,2."
