@@ -12,7 +12,7 @@ from trainer.algorithms.config import AlgorithmConfig
 from trainer.optimizer_config import OptimizerConfig
 from trainer.ranks_config import TrainerSection
 
-TRIAL_STEPS = 2
+TRIAL_STEPS = 4
 """A run of at most this many steps tries a set-up, and learns nothing worth keeping: that it ends
 within a schedule is a warning."""
 CRITIC = "algorithm.critic.optimizer"

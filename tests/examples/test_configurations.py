@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from examples.images.lessons import ASK_CLAUDE_CODE
 from proxy.commands.agent_environment import AgentProgram
 from trainer.algorithms.presets import PRESETS
 from trainer.config import TrainerConfig
@@ -30,6 +31,8 @@ LAYERS = [
     ROOT / "examples/judge/judge.yaml",
 ]
 """Files that are given after agentic_trainer.yaml."""
+OVER_IMAGES = ROOT / "examples/images/claude_code.yaml"
+"""The layer that is given after examples/images/agentic_trainer.yaml."""
 RECIPES = sorted((ROOT / "examples/recipes").rglob("*.yaml"))
 """Layers that `tests/examples/test_recipes.py` loads in every composition."""
 AGENTS = sorted((ROOT / "examples/agents").glob("*.yaml"))
@@ -88,6 +91,14 @@ def test_layer_loads_over_the_quickstart(path: Path, monkeypatch: pytest.MonkeyP
     assert layered.data == alone.data
 
 
+def test_claude_code_looks_at_the_screens_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load([ROOT / "examples/images/agentic_trainer.yaml", OVER_IMAGES])
+    assert config.remote_agent.command is not None
+    assert ASK_CLAUDE_CODE in config.remote_agent.command.argv
+    assert config.model.vision == "trained"
+
+
 @pytest.mark.parametrize("path", AGENTS, ids=lambda path: path.stem)
 def test_file_of_an_agent_is_part_of_a_configuration(path: Path) -> None:
     values: dict[str, Any] = yaml.safe_load(path.read_text())
@@ -108,6 +119,7 @@ def test_every_yaml_file_of_the_examples_is_loaded_by_a_test() -> None:
         *RECIPES,
         *AGENTS,
         *OF_AGENTS,
+        OVER_IMAGES,
     }
 
 

@@ -96,7 +96,7 @@ def test_short_trial_of_a_longer_run_is_warned_about(tmp_path: Path, words: list
 
 
 @given(
-    steps=st.integers(TRIAL_STEPS + 1, 6),
+    steps=st.integers(TRIAL_STEPS + 1, TRIAL_STEPS + 4),
     epochs=st.integers(1, 3),
     mini_batches=st.integers(1, 3),
     warmup=st.integers(0, 60),
@@ -168,14 +168,14 @@ def test_warmups_that_are_accepted_reach_the_peak_and_the_last_learning_rate(
         assert (warmup_beyond("optimizer", config, total) is None) == (reached and fell)
 
 
-@pytest.mark.parametrize(("epochs", "refused"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("epochs", "refused"), [(3, True), (4, False)])
 def test_warmup_of_fine_tuning_is_compared_with_the_steps_that_its_sessions_make(
     epochs: int, refused: bool
 ) -> None:
     schedule = Schedule([None] * 7, batch_sessions=4, epochs=epochs, seed=0)  # type: ignore[list-item]
-    optimizer = OptimizerConfig(warmup_steps=4)
+    optimizer = OptimizerConfig(warmup_steps=6)
     if not refused:
         _check_warmup(optimizer, schedule)
         return
-    with pytest.raises(ConfigError, match=r"optimizer\.warmup_steps=4.*raise sft\.epochs=2"):
+    with pytest.raises(ConfigError, match=r"optimizer\.warmup_steps=6.*raise sft\.epochs=3"):
         _check_warmup(optimizer, schedule)
