@@ -34,7 +34,7 @@ from proxy.extras.relay.section import RelayConfig
 
 log = logging.getLogger(__name__)
 
-MAX_WORKERS = 1024
+MAX_WORKERS = 4096
 """Workers that may be connected; further ones get 503."""
 HANDSHAKE_S = 10.0
 

@@ -134,7 +134,7 @@ async def test_calls_that_wait_at_a_replica_whose_check_raises_look_for_another(
     async def checked() -> None:
         raise ZeroDivisionError
 
-    admission = CacheAdmission(SchedulingConfig(enabled=True))
+    admission = CacheAdmission(SchedulingConfig())
     admission.report("0", 1000)
     engine = VllmEngine("http://127.0.0.1:9", name="0")
     monkeypatch.setattr(engine, "check", checked)
@@ -156,7 +156,7 @@ async def test_calls_that_wait_at_a_replica_whose_check_raises_look_for_another(
 async def test_late_failure_of_a_removed_replica_does_not_hold_calls_of_its_successor() -> None:
     overdue: list[bool] = []
     admission = CacheAdmission(
-        SchedulingConfig(enabled=True, max_wait_s=0.05),
+        SchedulingConfig(max_wait_s=0.05),
         on_admitted=lambda waited_s, late: overdue.append(late),
     )
     old, new = (VllmEngine("http://127.0.0.1:9", name="0") for _ in range(2))

@@ -63,7 +63,7 @@ def test_evidence_reads_words_for_images(turn: Turn) -> None:
 
 def test_sft_leaves_images_out_by_name(turn: Turn, tmp_path: Path) -> None:
     rendering = Rendering(load_tokenizer(write_checkpoint(tmp_path)), RenderingConfig())
-    with pytest.raises(NotRenderable, match="images, which sft does not train"):
+    with pytest.raises(NotRenderable, match=r"images, which model\.vision=text does not train"):
         demonstration(Sample(a_session(), [turn]), rendering)
 
 

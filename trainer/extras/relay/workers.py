@@ -42,8 +42,6 @@ MAX_WAIT_S = 60.0
 """Longest wait before a worker is started again."""
 WEIGHTS_URL = "AGENTIC_WORKER_WEIGHTS_URL"
 """Where a worker pulls weights from. An entry's `env` has precedence over `engine.publish`."""
-SPARE_WORKERS = 256
-"""Connections that the proxy accepts beyond the run's workers: predecessors, and others'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +99,7 @@ class RelayWorkers:
         if not relay.workers:
             return {}
         hosts = [host_of(relay.url)] if relay.url is not None else []
-        limit = 2 * relay.count + SPARE_WORKERS
-        return {"relay": {"token": self._token, "max_workers": limit}, "allowed_hosts": hosts}
+        return {"relay": {"token": self._token}, "allowed_hosts": hosts}
 
     async def start(self, proxy_url: str, client: ProxyClient) -> None:
         """Starts all workers, and returns when the proxy has them.
