@@ -20,7 +20,13 @@ from proxy.serving import provider_tools
 from proxy.testing.scripted_engine import ScriptedEngine
 from proxy.wire.code_execution import Execution
 from tests.proxy.conftest import StartProxy, starting_proxies
-from tests.proxy.serving.test_provider_tools import SHELL, SHELL_CALL, ask, assert_one_path
+from tests.proxy.serving.test_provider_tools import (
+    SHELL,
+    SHELL_CALL,
+    ask,
+    assert_goes_on,
+    assert_one_path,
+)
 
 PYTHON = "code_execution"
 BASH = "bash_code_execution"
@@ -179,10 +185,8 @@ async def test_model_runs_code_and_goes_on_in_the_same_answer_of_responses(
         async with starting_proxies(checkpoint, rendering, tmp_path) as start:
             again = await start(engine=engine, tools=BACKEND)
             again.answers(script())
-            session = replace(session, base_url=session.base_url.replace(proxy.url, again.url))
-            said = await ask(again, session, "responses", more)
-            assert said["output"][0]["content"][0]["text"] == "Bye."
-            assert_one_path((await again.record(session))[1], 5)
+            moved = replace(session, base_url=session.base_url.replace(proxy.url, again.url))
+            await assert_goes_on(again, moved, more, turns=5)
     assert len(ran) == 3
 
 

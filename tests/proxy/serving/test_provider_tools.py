@@ -119,6 +119,15 @@ async def ask(proxy: RunningProxy, session: Any, route: str, body: Any) -> dict[
     return {"content": content, "stop_reason": stop}
 
 
+async def assert_goes_on(
+    proxy: RunningProxy, session: Any, more: dict[str, Any], *, turns: int
+) -> None:
+    """The next request of Responses extends the one path of the session."""
+    said = await ask(proxy, session, "responses", more)
+    assert said["output"][0]["content"][0]["text"] == "Bye."
+    assert_one_path((await proxy.record(session))[1], turns)
+
+
 def assert_one_path(turns: list[Turn], count: int) -> None:
     assert len(turns) == count
     assert [turn.fork_cause for turn in turns] == [None] * count
@@ -177,10 +186,8 @@ async def test_model_searches_and_goes_on_in_the_same_answer_of_responses(
         async with starting_proxies(checkpoint, rendering, tmp_path) as start:
             again = await start(engine=engine, tools=BACKEND)
             again.answers(script())
-            session = replace(session, base_url=session.base_url.replace(proxy.url, again.url))
-            said = await ask(again, session, "responses", more)
-            assert said["output"][0]["content"][0]["text"] == "Bye."
-            assert_one_path((await again.record(session))[1], 3)
+            moved = replace(session, base_url=session.base_url.replace(proxy.url, again.url))
+            await assert_goes_on(again, moved, more, turns=3)
     assert len(asked_for) == 1
 
 
