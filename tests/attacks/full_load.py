@@ -2,7 +2,8 @@
 
     python -m tests.attacks.full_load --server proxy --calls 4096
 
-The calls arrive at once, each on a connection of its own: for the proxy, streams of an engine in
+The calls arrive at once, each on a connection of its own, and again until `/health` has answered
+often enough: for the proxy, streams of an engine in
 another process, conversations of thousands of messages, and bodies of many megabytes, while a
 commit of the store takes long; for the swarm server, claims that wait, watchers, and episodes that
 end with large reports. Another process requests `/health` all the time, each time on a new
@@ -44,6 +45,8 @@ from tests.proxy.checkpoint import write_checkpoint
 
 BOUND_S = 1.0
 INTERVAL_S = 0.1
+ASKED = 10
+"""Answers of `/health` while the calls run: these come again until there are so many."""
 TOKEN_DELAY_S = 0.05
 LONG_CALLS, LONG_MESSAGES = 1 / 64, 1500
 LARGE_CALLS, LARGE_CHARS = 1 / 128, 12_000_000
@@ -63,7 +66,7 @@ class Answers:
 
 
 def ask(host: str, port: int, pid: int) -> None:
-    """Requests `/health` until standard input is closed, and prints Answers."""
+    """Requests `/health` until standard input is closed, and prints the Answers so far each time."""
     count, worst_s, worst_wall_s = 0, 0.0, 0.0
     request = f"GET /health HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
     while True:
@@ -75,13 +78,11 @@ def ask(host: str, port: int, pid: int) -> None:
         if not answer.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"/health answered {answer[:200]!r}")
         late_s = wall_s - _longest_s(_waits_s(pid), waits) - _longest_s(_waits_s(os.getpid()), own)
-        if not count:
-            print("asking", flush=True)
         count, worst_s = count + 1, max(worst_s, late_s)
         worst_wall_s = max(worst_wall_s, wall_s)
+        print(json.dumps([count, worst_s, worst_wall_s]), flush=True)
         if select.select([sys.stdin], [], [], INTERVAL_S)[0]:
             break
-    print(json.dumps([count, worst_s, worst_wall_s]))
 
 
 def _waits_s(pid: int) -> dict[str, float]:
@@ -100,7 +101,8 @@ def _longest_s(now: Mapping[str, float], before: Mapping[str, float]) -> float:
 
 @asynccontextmanager
 async def asked(server: Server) -> AsyncIterator[list[Answers]]:
-    """A context in which `/health` is requested all the time; the list has its answers then."""
+    """A context in which `/health` is requested all the time; the list has an item for each answer:
+    the Answers so far."""
     found: list[Answers] = []
     asker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.attacks.full_load"),
@@ -108,13 +110,24 @@ async def asked(server: Server) -> AsyncIterator[list[Answers]]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
+    assert asker.stdout is not None
+    assert asker.stdin is not None
+
+    async def read(printed: asyncio.StreamReader) -> None:
+        async for line in printed:
+            count, worst_s, worst_wall_s = json.loads(line)
+            found.append(Answers(count, worst_s, worst_wall_s))
+
     try:
-        await line_of(asker)
+        found.append(Answers(*json.loads(await line_of(asker))))
+        reading = asyncio.create_task(read(asker.stdout))
         yield found
     finally:
-        printed, _ = await asker.communicate(b"")  # closes its standard input
-        if asker.returncode == 0:
-            found.append(Answers(*json.loads(printed)))
+        asker.stdin.close()
+        await asker.wait()
+    await reading
+    if asker.returncode:
+        raise RuntimeError(f"the process that requests /health ended with {asker.returncode}")
 
 
 @asynccontextmanager
@@ -206,14 +219,14 @@ SERVERS = {"proxy": (proxy, proxy_calls), "swarm": (swarm, swarm_calls)}
 
 
 async def full_load(folder: Path, name: str, calls: int) -> tuple[Answers, Counter[int]]:
-    """The answers of `/health` of the server `name`, and those of `calls` calls meanwhile."""
+    """The answers of `/health` of the server `name`, and those of its calls, `calls` at a time."""
     raise_limit()
     start, requests = SERVERS[name]
-    async with start(folder) as server:
-        async with asked(server) as found:
-            statuses = await load(requests(server, calls))
-        (answers,) = found
-    return answers, statuses
+    statuses: Counter[int] = Counter()
+    async with start(folder) as server, asked(server) as found:
+        while not statuses or len(found) < ASKED:
+            statuses += await load(requests(server, calls))
+    return found[-1], statuses
 
 
 def main() -> int:
