@@ -66,7 +66,7 @@ class Answers:
 
 
 def ask(host: str, port: int, pid: int) -> None:
-    """Requests `/health` until standard input is closed, and prints the Answers so far each time."""
+    """Requests `/health` until standard input is closed; prints the Answers so far each time."""
     count, worst_s, worst_wall_s = 0, 0.0, 0.0
     request = f"GET /health HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
     while True:
