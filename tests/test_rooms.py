@@ -47,7 +47,10 @@ TOGETHER: dict[str, dict[str, str]] = {
     "trainer/extras/ray": {"trainer/extras/relay": "relay workers as actors"},
     "trainer/extras/relay": {"proxy/extras/relay": "the trainer's side of it"},
     "trainer/extras/report": {"proxy/extras/view": "the report shows what the page shows"},
-    "trainer/extras/sft": {"proxy/extras/export": "sessions are read as `export` reads them"},
+    "trainer/extras/sft": {
+        "proxy/extras/export": "sessions are read as `export` reads them",
+        "proxy/extras/secrets": "no token of a secret is trained",
+    },
     "trainer/extras/swarm": {"agent_loop/extras/swarm": "the trainer's side of it"},
     "trainer/extras/telemetry": {"proxy/extras/telemetry": "one sender of OpenTelemetry"},
     "trainer/extras/trace": {"proxy/extras/view": "the page's trace as a file"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from proxy.extras.secrets.library import library_spans
 
 SURE_CHARS = 8
 """From here on a secret that was found elsewhere is masked within longer words, too."""
+MASKED = "masked"
+"""The kind of a secret that is a marker already."""
+_MARKED = re.compile(rf"{re.escape(MARKER)}[^\]\s]{{1,80}}\]")
 MAX_NESTED = 4
 """JSON texts within JSON texts that are read."""
 
@@ -79,6 +83,11 @@ def masked(text: str, secrets: Iterable[Secret]) -> str:
         parts += [text[end : secret.start], f"{MARKER}{secret.kind}]"]
         end = secret.end
     return "".join([*parts, text[end:]]) if parts else text
+
+
+def markers(text: str) -> list[Secret]:
+    """Where a secret was masked before."""
+    return [Secret(*each.span(), MASKED) for each in _MARKED.finditer(text)]
 
 
 def disjoint(found: Iterable[Secret]) -> tuple[Secret, ...]:

@@ -24,8 +24,26 @@ _ROWS = (
     ),
     ("the report and the trace of a run", "the marker", ""),
     (
-        "`agentic-proxy sessions show`, `GET /sessions/ID`",
-        "nothing: they show the record to its owner",
+        "`agentic-train learn` and `agentic-train sft`, of whatever source",
+        "a token of a secret, and of a marker that an export has put there, is context and is not"
+        " trained; `sft` says how many",
+        "",
+    ),
+    (
+        "`agentic-proxy sessions show`, `replay`, `rewind`; `GET /sessions/ID` with its"
+        " trajectories and events",
+        "nothing: they show the record to its owner, and a session that goes on needs it exactly",
+        "always",
+    ),
+    (
+        "the store, and a learner's folder with its batches, which only their owner may read",
+        "nothing: what was sampled with a secret before it is computed with it before it",
+        "always",
+    ),
+    (
+        "the trials of a run of `agentic-train`, and the run's folder",
+        "nothing: a policy learns from what it samples in the tasks that it is given, whatever that"
+        " spells; so give it none with secrets",
         "always",
     ),
 )
@@ -51,7 +69,7 @@ addresses:
   begins in one turn and ends in the next ones (up to {CONTEXT_TOKENS} tokens before). Ids are
   masked by the tokenizer of the model: `export` needs `--model FOLDER` or the configuration's
   `model`. Without one it leaves out the sessions that have secrets, except in the formats
-  `messages` and `dpo`.
+  `messages` and `dpo`. A learner without one leaves out the whole session.
 - **Other tokens** keep their ids and log-probabilities, which the model gave them with the secret
   before them.
 

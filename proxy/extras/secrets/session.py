@@ -6,6 +6,7 @@ A turn that is masked is a copy: the record stays as it is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,21 @@ class SessionSecrets:
         starts = [self._own[index][1] for index in path]
         cut = [part[: end - start] for part, start, end in zip(parts, starts, ends, strict=False)]
         return np.concatenate([*cut, parts[-1]]) if parts else np.zeros(0, np.bool_)
+
+    def of_pieces(self, pieces: Sequence[Ids]) -> list[Marked]:
+        """The same for pieces of a session's tokens, which say only from which turn each token is:
+        `[T]` for each. The tokens of a turn stand in order, from its first one on."""
+        read: Counter[int] = Counter()
+        found = []
+        for turns in pieces:
+            is_secret = np.zeros(len(turns), np.bool_)
+            for turn in np.unique(turns).tolist():
+                own = turns == turn
+                size = int(own.sum())
+                is_secret[own] = self.of(turn)[read[turn] : read[turn] + size]
+                read[turn] += size
+            found.append(is_secret)
+        return found
 
     def masked(self, turn: Turn, hidden: int = HIDDEN) -> Turn:
         """The turn with markers in its texts, and `hidden` as the id of masked tokens."""

@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from proxy.extras.secrets.found import Secret
+from proxy.extras.secrets.found import Secret, markers
 from proxy.extras.secrets.memory import Known
 
 Decode = Callable[[list[int]], str]
@@ -45,11 +45,16 @@ def apart_from_images(decode: Decode) -> Decode:
 
 
 def spelling(ids: list[int], decode: Decode, known: Known) -> Marked:
-    """The same, without adding to `known`."""
-    if not ids or not known.find(decode(ids)):
+    """The same, without adding to `known`. The markers of a text that was exported without its
+    secrets count as secrets: nobody said them."""
+
+    def found(text: str) -> list[Secret]:
+        return [*known.find(text), *markers(text)]
+
+    if not ids or not found(decode(ids)):
         return np.zeros(len(ids), np.bool_)
     texts = pieces(ids, decode)
-    return marked(texts, known.find("".join(texts))) & (np.array(ids) >= 0)
+    return marked(texts, found("".join(texts))) & (np.array(ids) >= 0)
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from agent_loop.errors import TrajectoryError
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
@@ -131,15 +130,9 @@ def _without_secrets(
     secrets.add(turns)
     if not len(secrets.known):
         return tuple(segments)
-    read: Counter[int] = Counter()
     kept = []
-    for segment in segments:
-        is_secret = np.zeros(len(segment.ids), np.bool_)
-        for turn in np.unique(segment.turns).tolist():  # its tokens stand in order
-            own = segment.turns == turn
-            size = int(own.sum())
-            is_secret[own] = secrets.of(turn)[read[turn] : read[turn] + size]
-            read[turn] += size
+    of_segments = secrets.of_pieces([segment.turns for segment in segments])
+    for segment, is_secret in zip(segments, of_segments, strict=True):
         left_out["tokens of a secret"] += int((segment.mask & is_secret).sum())
         kept.append(segment.training_only(~is_secret))
     return tuple(kept)

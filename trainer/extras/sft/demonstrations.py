@@ -17,6 +17,8 @@ from proxy.errors import ImageError, RequestError
 from proxy.extras.export.images import loaded
 from proxy.extras.export.protocol import Sample
 from proxy.extras.export.selection import ExportSelection
+from proxy.extras.secrets import SessionSecrets
+from proxy.records import Turn
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.settings.profiles import Profiles
@@ -40,7 +42,9 @@ class Demonstration:
     tokens: int
     """Number of tokens, with shared prefixes counted once."""
     trained: int
-    """Number of tokens of answers."""
+    """Number of tokens of answers, without those of secrets."""
+    secret: int = 0
+    """Number of tokens of answers that spell a secret; they are context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,16 @@ class Demonstrations:
     def describe(self) -> str:
         """Example: `203 sessions (203 recorded, 0 rendered), 41,210 tokens, 9,400 of answers`"""
         sources = Counter(each.source for each in self.found)
-        tokens, trained = (
-            sum(getattr(each, name) for each in self.found) for name in ("tokens", "trained")
+        tokens, trained, secret = (
+            sum(getattr(each, name) for each in self.found)
+            for name in ("tokens", "trained", "secret")
         )
+        hidden = f"; {secret:,} tokens that spell secrets are not trained" if secret else ""
         left = "".join(f"; left out: {n} with {reason}" for reason, n in self.left_out.items())
         return (
             f"{len(self.found)} sessions ({sources['recorded']} with recorded ids, "
-            f"{sources['rendered']} rendered), {tokens:,} tokens, {trained:,} of them answers{left}"
+            f"{sources['rendered']} rendered), {tokens:,} tokens, {trained:,} of them answers"
+            f"{hidden}{left}"
         )
 
 
@@ -139,10 +146,11 @@ def demonstration(
     as_history: bool = False,
 ) -> Demonstration:
     """The session's answers in the model's tokens: the recorded ones if the model's renderer reads
-    and writes them like that, else rendered ones.
+    and writes them like that, else rendered ones. Tokens that spell a secret are context.
 
     Raises:
-        NotRenderable: the session has no answer, or cannot be rendered for the model.
+        NotRenderable: the session has no answer, or nothing but secrets, or cannot be rendered for
+            the model.
     """
     session, turns = sample.session, list(sample.turns)
     has_images = any(turn.images for turn in turns)
@@ -161,6 +169,11 @@ def demonstration(
         raise NotRenderable(f"inconsistent records ({error})") from error
     if not segments:
         raise NotRenderable("no answer")
+    said = sum(int(segment.mask.sum()) for segment in segments)
+    segments = _without_secrets(turns, segments, rendering)
+    trained = sum(int(segment.mask.sum()) for segment in segments)
+    if not trained:
+        raise NotRenderable("answers that are secrets")
     rollout = Rollout(
         session.session_id,
         Task(sample.task_id, {}),
@@ -170,9 +183,19 @@ def demonstration(
         num_turns=len(turns),
         pictures={sha256: image.data for sha256, image in sample.images.items()},
     )
-    trained = sum(int(segment.mask.sum()) for segment in segments)
-    return Demonstration(
-        sample.task_id, source, rollout, sum(len(segment.ids) for segment in segments), trained
+    tokens = sum(len(segment.ids) for segment in segments)
+    return Demonstration(sample.task_id, source, rollout, tokens, trained, said - trained)
+
+
+def _without_secrets(
+    turns: Sequence[Turn], segments: Sequence[Segment], rendering: Rendering
+) -> tuple[Segment, ...]:
+    secrets = SessionSecrets(rendering.tokenizer.decode)
+    secrets.add(turns)
+    found = secrets.of_pieces([segment.turns for segment in segments])
+    return tuple(
+        segment.training_only(~is_secret)
+        for segment, is_secret in zip(segments, found, strict=True)
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import shlex
 from argparse import Namespace
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from proxy.extras.learn.command import described, policy
 from proxy.extras.learn.extra import Learning, LearnSection
 from proxy.extras.learn.section import Recorder, read_recorder, with_learners
 from tests.proxy.conftest import ADMIN_KEY, StartProxy
-from tests.proxy.extras.learn.test_recorder import learners
+from tests.proxy.extras.learn.test_recorder import client, ended, learners
 
 
 def test_what_is_said_of_a_policy() -> None:
@@ -64,6 +67,27 @@ def test_serve_with_learn_adds_the_extra(tmp_path: Path) -> None:
         read_recorder(file)
     with pytest.raises(ConfigurationError, match="cannot read"):
         read_recorder(tmp_path / "none.yaml")
+
+
+async def test_a_persons_sessions_are_not_the_teams(
+    start_proxy: StartProxy, checkpoint: Path, tmp_path: Path
+) -> None:
+    """As docs/learn.md says: the team's file names nobody, so it comes last."""
+    page = Path("docs/learn.md").read_text(encoding="utf-8")
+    (line,) = re.findall("`(serve --learn .*?)`", page)
+    files = [tmp_path / word for word in shlex.split(line) if word.endswith(".yaml")]
+    assert [file.stem for file in files] == ["ann", "team"]
+    for file in files:
+        only = {"only": {"person": "ann"}} if file.stem == "ann" else {}
+        section = {"policy": file.stem, "folder": str(tmp_path / file.stem), **only}
+        file.write_text(json.dumps({"recorder": section}), encoding="utf-8")
+    extras = with_learners(load_config(None, model=checkpoint), files, start=False).extras
+    proxy = await start_proxy(extras=[each.model_dump() for each in extras])
+    names = {who: await ended(proxy, learn="yes", person=who) for who in ("ann", "bob")}
+    for policy_name, who in (("ann", "ann"), ("team", "bob")):
+        async with client(proxy, tmp_path, policy_name) as learner:
+            found = await learner.readable(policy_name)
+            assert [each["trial_id"] for each in found] == [names[who]]
 
 
 async def test_a_learner_runs_as_long_as_the_recorder(

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,117 +23,25 @@ from proxy.extras.export.registry import FORMATS, open_format
 from proxy.extras.export.selection import ExportSelection, Filters
 from proxy.extras.secrets import Known, SessionSecrets, untrained
 from proxy.extras.secrets.session import HIDDEN
-from proxy.extras.secrets.tokens import pieces
-from proxy.records import Reward, Turn
+from proxy.records import Turn
+from proxy.records.binary import decode_record
 from proxy.store import open_store
 from proxy.token_tree.sampled_paths import sampled_paths
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
-from tests.proxy.extras.secrets.planted import Planted, planted
-from tests.proxy.extras.view.recording import TOOL, user
-
-SECRETS, SESSIONS = 200, 10
-Message = dict[str, Any]
-
-
-async def streamed(proxy: RunningProxy, session: SessionHandle, messages: list[Message]) -> Message:
-    """The assistant's message, of the deltas of a streamed call."""
-    body = {"model": "m", "messages": messages, "tools": [TOOL], "stream": True}
-    text, calls = "", dict[int, dict[str, str]]()
-    for event in await proxy.events(session, "chat/completions", body):
-        data = event.removeprefix(b"data: ")
-        if not data.startswith(b"{"):
-            continue
-        for choice in orjson.loads(data)["choices"]:
-            delta = choice["delta"]
-            text += delta.get("content") or ""
-            for call in delta.get("tool_calls", ()):
-                made = calls.setdefault(call["index"], {"id": "", "name": "", "arguments": ""})
-                made["id"] += call.get("id") or ""
-                for name in ("name", "arguments"):
-                    made[name] += call["function"].get(name) or ""
-    named = [
-        {"id": c["id"], "type": "function", "function": {k: c[k] for k in ("name", "arguments")}}
-        for c in calls.values()
-    ]
-    return {"role": "assistant", "content": text} | ({"tool_calls": named} if named else {})
-
-
-def call_of(command: str) -> str:
-    call = json.dumps({"name": "shell", "arguments": {"command": command}})
-    return f"<tool_call>\n{call}\n</tool_call>"
-
-
-async def work(proxy: RunningProxy, secrets: list[Planted]) -> SessionHandle:
-    """A session in which each secret stands in one of four places, and then again by itself."""
-    metadata = {"task_id": "t", "environment": {"LAST": secrets[-1].text}}
-    session = await proxy.session(metadata=metadata)
-    messages: list[Message] = [{"role": "system", "content": "You are an engineer."}]
-
-    async def turn(*new: Message, answer: str) -> None:
-        messages.extend(new)
-        proxy.answers(answer)
-        messages.append(await streamed(proxy, session, messages))
-
-    def result(text: str) -> Message:
-        (call,) = messages[-1]["tool_calls"]
-        return {"role": "tool", "tool_call_id": call["id"], "content": text}
-
-    for at, each in enumerate(secrets):
-        if at % 4 == 0:
-            await turn(user(f"Look at this:\n{each.text}\n"), answer="I see it.")
-        elif at % 4 == 1:
-            await turn(user("What is there?"), answer=call_of("cat it"))
-            await turn(result(f"{each.text}\n"), answer="That is all.")
-        elif at % 4 == 2:
-            await turn(user("Write it down."), answer=f"It is this:\n{each.text}\nI wrote it down.")
-        else:
-            await turn(user("Do it."), answer=call_of(f"run it {each.text}"))
-            await turn(result("ok"), answer="Done.")
-    alone = " then ".join(each.secret for each in secrets)
-    await turn(user(f"Once more: {alone} was it."), answer=f"Yes: {alone} was it.")
-    messages[1] = user("Something else.")  # a fork, which the page compares
-    await turn(user("Again."), answer=f"Again: {secrets[0].secret} was it.")
-    await proxy.control.add_reward(session.trial_id, Reward("verifier", 1.0))
-    await proxy.control.curate(session.trial_id, value=1.0, comment=f"It leaks {secrets[1].text}")
-    return session
+from tests.proxy.extras.secrets.planted import Planted
+from tests.proxy.extras.secrets.planted_sessions import (
+    SECRETS,
+    SESSIONS,
+    readable,
+    recorded,
+    seen,
+    spelled,
+)
 
 
 @pytest.fixture
 async def sessions(proxy: RunningProxy) -> list[tuple[SessionHandle, list[Planted]]]:
-    made = planted(42, SECRETS)
-    chunks = [made[at::SESSIONS] for at in range(SESSIONS)]
-    return [(await work(proxy, chunk), chunk) for chunk in chunks]
-
-
-def readable(value: Any, decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """Everything that somebody who has a JSON value can read in it: strings, texts that are split
-    into pieces, JSON within strings, and the text of lists of token ids."""
-    if isinstance(value, str):
-        yield value
-        if value[:1] in ("{", "["):
-            with suppress(ValueError):
-                yield from readable(json.loads(value), decode)
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield name
-            yield from readable(each, decode)
-    elif isinstance(value, list):
-        if value and all(type(each) is int for each in value):
-            yield decode([each for each in value if 0 <= each < 2**31])
-        elif value and all(isinstance(each, str) for each in value):
-            yield "".join(value)
-        for each in value:
-            yield from readable(each, decode)
-
-
-def seen(texts: Iterator[str] | list[str], secrets: list[Planted]) -> list[str]:
-    whole = "\0".join(texts)
-    return [
-        f"{each.kind}: {part}"
-        for each in secrets
-        for part in each.parts
-        if part in whole or json.dumps(part)[1:-1] in whole
-    ]
+    return await recorded(proxy)
 
 
 async def page_of(
@@ -223,14 +130,19 @@ async def test_no_export_has_one(
     decode = proxy.rendering.tokenizer.decode
     everything = [each for _, secrets in sessions for each in secrets]
     opened = await open_store(f"sqlite:///{tmp_path}/proxy.db", create=False)
-    forms = {name: open_format(name) for name in FORMATS if name != "dpo"}
-    selection = ExportSelection(opened, Filters(), forms["tokens"])
-    units = without_secrets(selection.units(), forms["tokens"], decode, selection.left_out)
-    async for unit in units:
-        for name, form in forms.items():
-            rows = orjson.loads(orjson.dumps(list(form.rows(unit))))
-            assert rows
-            assert seen(list(readable(rows, decode)), everything) == [], name
+    forms = {name: open_format(name) for name in FORMATS}
+    pairs = {name: form for name, form in forms.items() if form.unit == "pair"}
+    for chosen in (forms.keys() - pairs.keys(), pairs.keys()):
+        selection = ExportSelection(opened, Filters(), forms[min(chosen)])
+        units = without_secrets(selection.units(), forms[min(chosen)], decode, selection.left_out)
+        count = 0
+        async for unit in units:
+            count += len(unit)
+            for name in chosen:
+                rows = orjson.loads(orjson.dumps(list(forms[name].rows(unit))))
+                assert rows, name
+                assert seen(list(readable(rows, decode)), everything) == [], name
+        assert count == SESSIONS
     await opened.close()
     store = ["--store", f"sqlite:///{tmp_path}/proxy.db"]
     out = tmp_path / "tokens.jsonl"
@@ -243,8 +155,14 @@ async def test_no_export_has_one(
     made = ["export", *store, "--model", str(checkpoint), "--format", "records", "--out", str(out)]
     assert await asyncio.to_thread(main, made) == 0
     assert len(list(out.iterdir())) == SESSIONS
-    whole = [each.read_bytes().decode(errors="replace") for each in out.iterdir()]
-    assert seen(whole, everything) == []
+    for file in out.iterdir():
+        record = file.read_bytes()
+        assert seen([record.decode(errors="replace")], everything) == []
+        session, turns = decode_record(record)
+        texts = [part for turn in turns for part in (turn.request, turn.answer) if part]
+        values = [dict(session.metadata), *map(orjson.loads, texts)]
+        paths = [path.ids.tolist() for path in sampled_paths(turns)]
+        assert seen(list(readable([*values, *paths], decode)), everything) == []
     # Without a tokenizer nobody knows which ids spell a secret.
     out = tmp_path / "unread.jsonl"
     assert await asyncio.to_thread(main, ["export", *store, "--out", str(out)]) == 0
@@ -253,20 +171,6 @@ async def test_no_export_has_one(
     made = ["export", *store, "--format", "messages", "--with-secrets", "--out", str(out)]
     assert await asyncio.to_thread(main, made) == 0
     assert len(seen([out.read_text()], everything)) >= SECRETS
-
-
-def spelled(ids: list[int], decode: Callable[[list[int]], str], secrets: list[Planted]) -> Any:
-    """`[T]`: the tokens that spell a planted secret, as they are or as JSON writes them."""
-    texts = pieces(ids, decode)
-    whole, ends = "".join(texts), np.cumsum([len(text) for text in texts])
-    starts = ends - np.array([len(text) for text in texts])
-    found = np.zeros(len(ids), np.bool_)
-    for part in {form for s in secrets for p in s.parts for form in (p, json.dumps(p)[1:-1])}:
-        at = whole.find(part)
-        while at >= 0:
-            found |= (starts < at + len(part)) & (ends > at)
-            at = whole.find(part, at + 1)
-    return found
 
 
 async def test_no_trained_token_spells_one(
