@@ -5,14 +5,14 @@ with the ids of a prompt (`features`). vLLM does not check `features`: it answer
 with a missing one, or with the pixels of another image, and a span that is one token too long ends
 it (docs/notes/images.md). Invariants: what is built here has exactly the images of the prompt; two
 preparations have the same digest exactly if all of their tensors are equal, whatever the order in
-which the engine lists them.
+which the engine lists them; and no request has more than BODY_BYTES of images, unless it is one.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,16 @@ PROBE = base64.b64decode(
     "CAQCgUAg+BIMLd4AWwUPN68AAAAASUVORK5CYII="
 )
 """An image of 32 by 32 pixels, by which it is found out whether an engine prepares images."""
+
+BODY_BYTES = 16 * 2**20
+"""Most bytes of images in a request: two screenshots have less. After an engine's restart, a
+conversation may lack 200 of 6 MB each, which no body should hold."""
+FEW = 2
+"""Images that a call brings whatever others do: one has a new picture, or two."""
+BRINGING_AT_ONCE = 4
+"""Calls that bring more than FEW images to one engine at the same time."""
+Items = list[str | None]
+"""What an engine made of each image of a prompt; None: it has had the image."""
 
 Tensor = tuple[str, tuple[int, ...], bytes]
 """Type, shape and bytes."""
@@ -93,6 +103,42 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {kind} {shape} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+async def brought(
+    images: Sequence[ImageSpan],
+    had: set[str],
+    item: Callable[[ImageSpan], Awaitable[str]],
+    bring: Callable[[int, Items], Awaitable[None]],
+) -> Items:
+    """Brings the images that an engine has not had before the prompt's own request, if they have
+    more than BODY_BYTES. Returns the items for the prompt's own request.
+
+    Args:
+        had: the digests of images that the engine has had; those that are brought are added.
+        bring: sends the prompt up to the end of its first images, as many as the items that it
+            gets, and lets the engine sample a token, which nobody needs. The engine then has these
+            images, and the keys and values of this prefix in its cache.
+    """
+    items: Items = []
+    size, is_bringing = 0, False
+
+    async def flush() -> None:
+        nonlocal items, size, is_bringing
+        await bring(len(items), items)
+        had.update(span.digest for span in images[: len(items)])
+        items, size, is_bringing = [None] * len(items), 0, True
+
+    for span in images:
+        made = None if span.digest in had else await item(span)
+        if made is not None and size and size + len(made) > BODY_BYTES:
+            await flush()
+            made = None if span.digest in had else made
+        items.append(made)
+        size += len(made or "")
+    if is_bringing and size:
+        await flush()
+    return items
 
 
 def features(images: Sequence[ImageSpan], items: Sequence[str | None]) -> dict[str, Any]:

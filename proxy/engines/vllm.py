@@ -9,7 +9,9 @@ runs with `--logprobs-mode processed_logprobs`); a missing one is an error. The 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -18,6 +20,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 import orjson
+from msgspec.structs import replace
 
 from proxy.config import EngineConfig
 from proxy.engines.http_engine import (
@@ -37,8 +40,12 @@ from proxy.engines.http_engine import (
     weight_version,
 )
 from proxy.engines.images import (
+    BRINGING_AT_ONCE,
+    FEW,
     PROBE,
     RENDER,
+    Items,
+    brought,
     check_echo,
     features,
     read_prepared,
@@ -182,6 +189,7 @@ class VllmEngine(HttpEngine):
         """Whether the engine prepares images; None: not known since it has last failed."""
         self._had = set[str]()
         """The digests of images that the engine has had."""
+        self._bringing = asyncio.Semaphore(BRINGING_AT_ONCE)
         self._prompts = PromptJson()
         self._post_json = posting(GENERATE, partial(encode, self._prompts))
         super().__init__(url, post=self._post_by_either_route, decode=decode, **more)
@@ -219,21 +227,48 @@ class VllmEngine(HttpEngine):
     ) -> None:
         """Images that the engine has had are not sent again, unless it turns out that it lacks one:
         after its restart, or because its cache was full."""
-        spans = images.spans
-        for had in (frozenset(self._had), frozenset[str]()):
-            items = [None if s.digest in had else await images.item(s) for s in spans]
-            post = posting(GENERATE, partial(encode, self._prompts, items=items))
+        digests = {span.digest for span in images.spans}
+        for is_last in (False, True):
+            had = digests & self._had
             try:
+                items = await self._brought(upstream, call, images)
+                post = posting(GENERATE, partial(encode, self._prompts, items=items))
                 await post(upstream, call, received)
             except ServerError:
-                if received.tokens or all(items):
+                if received.tokens or not had or is_last:
                     raise
-                self._had.clear()
+                self._had -= digests
             else:
                 if len(self._had) > MAX_HAD:
                     self._had.clear()
-                self._had.update(span.digest for span in spans)
+                self._had |= digests
                 return
+
+    async def _brought(self, upstream: Upstream, call: EngineCall, images: PromptImages) -> Items:
+        """The items for the call itself, after the engine has got what would be too large for it.
+        Calls that lack many images wait for each other, so that few items are held at a time."""
+        spans = images.spans
+
+        async def bring(count: int, items: Items) -> None:
+            part = replace(images, spans=spans[:count])
+            end = part.spans[-1].offset + part.spans[-1].tokens
+            sampling = Sampling(max_tokens=1, adapter=call.sampling.adapter, images=part)
+            begin = dataclasses.replace(
+                call,
+                prompt_ids=call.prompt_ids[:end],
+                sampling=sampling,
+                request_id=f"{call.request_id}+{count}",
+                stream=False,
+            )
+            post = posting(GENERATE, partial(encode, self._prompts, items=items))
+            received = Received(decode, upstream, begin, lambda chunk: None)
+            await post(upstream, begin, received)
+            received.end()
+
+        if len({span.digest for span in spans} - self._had) <= FEW:
+            return await brought(spans, self._had, images.item, bring)
+        async with self._bringing:
+            return await brought(spans, self._had, images.item, bring)
 
     async def prepare(self, data: bytes, media_type: str) -> PreparedImage:
         """vLLM answers 500 for an image that has too many pixels: it can still prepare another

@@ -22,7 +22,14 @@ import msgspec
 import numpy as np
 import orjson
 
-from proxy.engines.images import RENDER, features, read_prepared, render_request
+from proxy.engines.images import (
+    RENDER,
+    Items,
+    brought,
+    features,
+    read_prepared,
+    render_request,
+)
 from proxy.engines.missing_logprob import MISSING_LOGPROB
 from proxy.engines.upstream import ServerError, Upstream
 from proxy.engines.vllm import GENERATE
@@ -157,18 +164,29 @@ class VllmScorer:
         """Images that the engine has got are not sent again, unless it lacks one."""
         if not images:
             return await self._upstream.post(GENERATE, _dumped(body))
-        for had in (frozenset(self._had), frozenset[str]()):
-            items = [None if each.digest in had else await self._item(each) for each in images]
-            body["features"] = features(images, items)
+        digests = {each.digest for each in images}
+
+        async def bring(count: int, items: Items) -> None:
+            end = images[count - 1].offset + images[count - 1].tokens
+            begin = {**body, "token_ids": body["token_ids"][:end]}
+            begin["sampling_params"] = {"max_tokens": 1}
+            begin["features"] = features(images[:count], items)
+            await self._upstream.post(GENERATE, _dumped(begin))
+
+        for is_last in (False, True):
+            had = digests & self._had
             try:
+                items = await brought(images, self._had, self._item, bring)
+                body["features"] = features(images, items)
                 answered = await self._upstream.post(GENERATE, _dumped(body))
             except ServerError:
-                if all(items):
+                if not had or is_last:
                     raise
+                self._had -= digests
             else:
-                self._had |= {each.digest for each in images}
+                self._had |= digests
                 return answered
-        raise AssertionError  # the second request has all items
+        raise AssertionError  # the second time ends it
 
     async def _item(self, span: ImageSpan) -> str:
         item = self._items.pop(span.digest, None)

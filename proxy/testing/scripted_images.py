@@ -46,15 +46,15 @@ class ScriptedImages:
         if UNREADABLE in data:
             raise ScriptedRefusal(400, "cannot identify image file")
         self.prepared += 1
-        tokens = 3 + len(data) % 5
-        item = self._item(data, tokens)
+        tokens, item = tokens_of(data), self.item_of(data)
         return {
             "token_ids": [1, *[self.token] * tokens, 2],
             "features": {"mm_hashes": {"image": ["own"]}, "kwargs_data": {"image": [item]}},
         }
 
-    def _item(self, data: bytes, tokens: int) -> str:
-        grid = np.array([1, 2, 2 * tokens], np.int64)
+    def item_of(self, data: bytes) -> str:
+        """What this engine makes of an image."""
+        grid = np.array([1, 2, 2 * tokens_of(data)], np.int64)
         pixels = msgspec.msgpack.Ext(_RAW, self.processor + data)
         shape = msgspec.msgpack.Ext(_RAW, grid.tobytes())
         fields = {
@@ -93,3 +93,8 @@ class ScriptedImages:
         fields = msgspec.msgpack.decode(base64.b64decode(item), ext_hook=hook)
         data: bytes = fields["pixel_values"]["data"][2]
         return data.removeprefix(self.processor)
+
+
+def tokens_of(data: bytes) -> int:
+    """Number of tokens of an image."""
+    return 3 + len(data) % 5

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import base64
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import orjson
 import pytest
 
-from proxy.engines.images import check_echo, features, read_prepared, render_request
+from proxy.engines.images import (
+    BODY_BYTES,
+    brought,
+    check_echo,
+    features,
+    read_prepared,
+    render_request,
+)
 from proxy.errors import EngineError
 from proxy.records import ImageSpan
 
@@ -82,3 +90,53 @@ def test_engine_that_does_not_echo_the_images_is_an_error() -> None:
     for echoed in (None, {}, one_lost):
         with pytest.raises(EngineError, match="images at"):
             check_echo(IMAGES, echoed)
+
+
+class Counted:
+    """An engine that has lost all images but `had`, and what it gets."""
+
+    def __init__(self, item_bytes: int, had: set[str]) -> None:
+        self.had, self.bodies = had, list[int]()
+        self.item_bytes, self.held, self.most_held = item_bytes, 0, 0
+
+    async def item(self, span: ImageSpan) -> str:
+        self.held += self.item_bytes
+        self.most_held = max(self.most_held, self.held)
+        return span.digest * self.item_bytes
+
+    async def bring(self, count: int, items: list[str | None]) -> None:
+        assert len(items) == count
+        self.got(items)
+
+    def got(self, items: list[str | None]) -> None:
+        for span, made in zip(MANY, items, strict=False):
+            assert made is not None or span.digest in self.had, "an image that it lacks is named"
+            self.had.add(span.digest)
+        self.bodies.append(sum(len(made or "") for made in items))
+        self.held = 0
+
+
+MANY = tuple(ImageSpan(4 * n, 3, TOKEN, chr(0x4E00 + n), "…") for n in range(200))
+
+
+@pytest.mark.parametrize(
+    ("item_bytes", "known", "most"),
+    [
+        (6_300_000, 0, 2),  # 200 screenshots
+        (6_300_000, 198, 2),
+        (30_000_000, 150, 1),
+        (1_000, 0, 200),
+    ],
+)
+async def test_images_that_an_engine_lacks_come_in_bounded_requests(
+    item_bytes: int, known: int, most: int
+) -> None:
+    engine = Counted(item_bytes // 1000, {span.digest for span in MANY[:known]})
+    with patch("proxy.engines.images.BODY_BYTES", BODY_BYTES // 1000):
+        last = await brought(MANY, set(engine.had), engine.item, engine.bring)
+    engine.got(last)
+    lacked = len(MANY) - known
+    assert max(engine.bodies) == min(most, lacked) * (item_bytes // 1000)
+    assert engine.most_held <= (most + 1) * (item_bytes // 1000)
+    assert sum(engine.bodies) == lacked * (item_bytes // 1000)
+    assert len(last) == len(MANY)

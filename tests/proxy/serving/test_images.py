@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import orjson
 import pytest
@@ -163,6 +164,32 @@ async def test_engine_that_has_lost_its_images_gets_them_again(proxy: RunningPro
     assert proxy.engine.images.seen(proxy.engine.calls[-1]) == [FIRST]
     _, turns = await proxy.record(session)
     assert turns[1].fork_cause is None
+
+
+async def test_restarted_engine_gets_many_images_in_bounded_requests(proxy: RunningProxy) -> None:
+    """Each brings what its body has room for, with the beginning of the prompt, and the call itself
+    only names them."""
+    session = await proxy.session()
+    pictures = [PICTURE + bytes([65 + n]) * 60 for n in range(12)]
+    history = [asked(*pictures)]
+    answer = await chat(proxy, session, *history)
+    history += [said(answer), asked("Again?")]
+    proxy.engine.images.known.clear()
+    before = len(proxy.engine.calls)
+    room = len(proxy.engine.images.item_of(pictures[0])) * 5 // 2
+    with patch("proxy.engines.images.BODY_BYTES", room):
+        await chat(proxy, session, *history)
+    calls = proxy.engine.calls[before:]  # without the one that the engine refused
+    bodies = [(call.features or {})["kwargs_data"]["image"] for call in calls]
+    sent = [[item for item in items if item is not None] for items in bodies]
+    assert [len(items) for items in sent] == [2, 2, 2, 2, 2, 2, 0]
+    assert all(sum(map(len, items)) <= room for items in sent)
+    assert proxy.engine.images.seen(calls[-1]) == pictures
+    *begun, whole = calls
+    assert all(call.sampling["max_tokens"] == 1 for call in begun)
+    assert all(whole.prompt_ids[: len(call.prompt_ids)] == call.prompt_ids for call in begun)
+    _, turns = await proxy.record(session)
+    assert [turn.fork_cause for turn in turns] == [None, None]
 
 
 @pytest.mark.parametrize("stream", [False, True])
