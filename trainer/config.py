@@ -245,8 +245,6 @@ class TrainerConfig(ProcessesConfig):
             f"trainer.ranks={self.trainer.ranks}": (
                 model.vision == "trained" and self.trainer.ranks > 1
             ),
-            f"model.router_replay={model.router_replay}": model.router_replay != "off",
-            f"model.router_aux_loss={model.router_aux_loss}": model.router_aux_loss > 0,
             "algorithm.distillation.teacher (an engine)": (
                 teacher is not None and teacher.engine_url is not None
             ),

@@ -118,7 +118,24 @@ class ModelConfig(BaseModel):
                 "activation_offload moves what gradient_checkpointing keeps of all layers; leave "
                 "that key out, or set it to true"
             )
+        self._check_images()
         return self
+
+    def _check_images(self) -> None:
+        """Raises ValueError: what is set is not computed of rows with images."""
+        if self.vision == "text":
+            return
+        unsupported = {
+            f"router_replay={self.router_replay}": self.router_replay != "off",
+            f"router_aux_loss={self.router_aux_loss}": self.router_aux_loss > 0,
+        }
+        for key in (key for key, is_set in unsupported.items() if is_set):
+            raise ValueError(f"vision={self.vision}: not supported with {key}; remove one of them")
+        if self.vision == "trained" and self.lora is not None:
+            raise ValueError(
+                "vision=trained: not supported with lora, whose adapters are on the language part "
+                "only; set vision=frozen, or train all weights without lora"
+            )
 
     def at(self, path: Path) -> Self:
         """The section for the checkpoint of this folder, whose type is the default."""

@@ -28,6 +28,13 @@ class LearnClient(ProxyClient):
         path = f"/learn/{policy}/record?session={quote(session_id, safe='')}"
         return decode_record(await self._bytes("GET", path, headers={"Accept": CONTENT_TYPE}))
 
+    async def image_of(self, policy: str, session_id: str, sha256: str) -> bytes:
+        """An image that a turn of the session names, as its agent sent it.
+
+        Raises ProxyClientError: 404, as `record`, or no turn names it."""
+        path = f"/learn/{policy}/images/{sha256}?session={quote(session_id, safe='')}"
+        return await self._bytes("GET", path)
+
     async def say(self, policy: str, session_id: str, text: str) -> None:
         """Shows on the page what was decided about a session."""
         path = f"/learn/{policy}/decision?session={quote(session_id, safe='')}"

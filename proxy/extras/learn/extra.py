@@ -146,6 +146,22 @@ class Learning(Extra):
         turns = await self.core.store.get_turns(session.session_id)
         return web.Response(body=encode_record(session, turns), content_type=CONTENT_TYPE)
 
+    @route(
+        "GET",
+        _OF + "/images/{sha256:[0-9a-f]+}",
+        name="learn_image",
+        summary="An image of one session",
+        **_HIDDEN,
+    )
+    async def _image(self, request: web.Request) -> web.Response:
+        session, sha256 = await self._session(request), request.match_info["sha256"]
+        turns = await self.core.store.get_turns(session.session_id)
+        named = any(image.sha256 == sha256 for turn in turns for image in turn.images)
+        image = await self.core.store.get_image(sha256) if named else None
+        if image is None:
+            raise SessionError(f"no turn of the session has the image {sha256}", status=404)
+        return web.Response(body=image.data, content_type=CONTENT_TYPE)
+
     @route("PUT", _OF + "/decision", name="learn_decision", summary="Why a session", **_HIDDEN)
     async def _decision(self, request: web.Request) -> web.Response:
         session = await self._session(request)

@@ -49,11 +49,11 @@ def test_completions_of_other_trainers_refuse_images(turn: Turn) -> None:
         completion(rollout)
 
 
-def test_learner_leaves_images_out_by_name(turn: Turn) -> None:
+def test_learner_of_a_text_model_leaves_images_out_by_name(turn: Turn) -> None:
     lineage = Lineage("work", {0: 0}, max_staleness=1, temperature=1.0)
     found = prepared(a_session(), [turn], Judged("t", 1.0, {0: 1.0}), lineage)
     assert found.group is None
-    assert dict(found.left_out) == {"images, which the learner does not train": 1}
+    assert dict(found.left_out) == {"images, which model.vision=text does not train": 1}
 
 
 def test_evidence_reads_words_for_images(turn: Turn) -> None:

@@ -351,6 +351,13 @@ def test_trained_tower_is_computed_again_after_a_step(model_path: Path) -> None:
     assert torch.equal(reference.compute_logprobs(batch, temperature=1.0).logprobs, before)
 
 
+def test_frozen_tower_reads_the_same_images_after_weights_were_loaded(model_path: Path) -> None:
+    policy, batch = policy_of(model_path, vision="frozen"), batch_of(tree())
+    before = policy.compute_logprobs(batch, temperature=1.0).logprobs
+    policy.load_state_dict(copy.deepcopy(policy.state_dict()))
+    assert torch.equal(policy.compute_logprobs(batch, temperature=1.0).logprobs, before)
+
+
 def test_adapters_are_on_the_language_part_only(model_path: Path) -> None:
     policy = policy_of(model_path, vision="frozen", lora={"rank": 2})
     adapted = [name for name, _ in policy.adapter()]

@@ -113,6 +113,8 @@ class QwenReader:
     def forget(self) -> None:
         self._features.clear()
         self._gradients.clear()
+        if not self.trained:
+            self._pixels.clear()  # they were emptied when the features were computed
 
     def _check(self, span: ImageSpan, own: Sequence[ImageSpan], batch: Batch) -> None:
         """Raises TrainingError: the span is not what the model makes of the image's bytes."""

@@ -121,6 +121,11 @@ class LearnConfig(Section):
         return self.recorder.folder
 
     @property
+    def reads_images(self) -> bool:
+        """Whether sessions with images are learned from."""
+        return self.model.vision != "text"
+
+    @property
     def processes(self) -> ProcessesConfig:
         """The sections of the trainer's ranks."""
         module = "trainer.extras.learn.algorithm"

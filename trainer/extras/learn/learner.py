@@ -16,10 +16,13 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 from agent_loop.records import Group
+from agent_loop.trial.pictures import with_pictures
 from proxy.client import ProxyClientError
 from proxy.extras.learn.client import LearnClient
 from proxy.extras.secrets.tokens import Decode
@@ -145,16 +148,23 @@ class DailyLearner:
     async def _log_ratios(self, due: Sequence[Seen]) -> Mapping[str, float]:
         """Of the sessions that are compared: log π_canary/π_stable, where it can be computed."""
         history, temperature = self.history, self.config.temperature
-        groups = [
-            group
+        found = [
+            scored(
+                *(each.session, each.turns, self.policy, temperature),
+                reads_images=self.config.reads_images,
+            )
             for each in due
             if self._is_compared(each)
-            and (group := scored(each.session, each.turns, self.policy, temperature)) is not None
         ]
+        groups = [await self._with_pictures(group) for group in found if group is not None]
         if not groups or history.canary is None:
             return {}
         request = CompareAdapters(self.adapters, history.canary, history.stable, groups)
-        return await self.rank_zero.ask(request)
+        try:
+            return await self.rank_zero.ask(request)
+        except TrainingError as error:  # an image that the trainer does not see as the engine did
+            _log.warning("sessions are compared without their probabilities: %s", error)
+            return {}
 
     def _is_compared(self, seen: Seen) -> bool:
         adapter = _adapter(seen.session, seen.turns, self.policy)
@@ -303,17 +313,27 @@ class DailyLearner:
         for name in names:
             try:
                 session, turns = await self.recorder.record(self.policy, name)
+                found = prepared(
+                    *(session, turns, _of_line(history.sessions[name]), lineage, self._decode),
+                    reads_images=self.config.reads_images,
+                )
+                group = found.group and await self._with_pictures(found.group)
             except ProxyClientError as error:
                 if error.status != 404:
                     raise
                 left_out["no longer there, or no longer opted in"] += 1
                 continue
-            judged_so = _of_line(history.sessions[name])
-            found = prepared(session, turns, judged_so, lineage, self._decode)
             left_out += found.left_out
-            if found.group is not None:
-                groups.append(found.group)
+            if group is not None:
+                groups.append(group)
         return groups, left_out
+
+    async def _with_pictures(self, group: Group) -> Group:
+        """The group of a session with the bytes of its images, which the trainer compares with
+        their names. Raises ProxyClientError: 404, it is no longer there, or no longer opted in."""
+        fetch = partial(self.recorder.image_of, self.policy, group.group_id)
+        rollouts = [await with_pictures(rollout, fetch) for rollout in group.rollouts]
+        return replace(group, rollouts=tuple(rollouts))
 
     async def _serve_what_counts(self, state: Mapping[str, Any]) -> None:
         """Makes recorder and engines serve what the journal says, also after any of them was

@@ -21,6 +21,8 @@ from proxy.extras.secrets.tokens import Decode
 from proxy.records import Session, Turn, VersionSpan
 from trainer.extras.learn.judging import Judged
 
+NO_IMAGES = "images, which model.vision=text does not train"
+
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
@@ -49,12 +51,16 @@ def prepared(
     judged: Judged,
     lineage: Lineage,
     decode: Decode | None = None,
+    *,
+    reads_images: bool = False,
 ) -> Prepared:
     """The session as a group of its own, because evidence is compared with nothing. Tokens that
-    spell a secret are context; without `decode`, all of a session that has one."""
+    spell a secret are context; without `decode`, all of a session that has one. The bytes of
+    images are still to be added (`with_pictures`); without `reads_images`, a session that has one
+    is left out."""
     left_out: Counter[str] = Counter()
-    if any(turn.images for turn in turns):
-        return Prepared(None, Counter({"images, which the learner does not train": len(turns)}))
+    if not reads_images and any(turn.images for turn in turns):
+        return Prepared(None, Counter({NO_IMAGES: len(turns)}))
     untrained = set(range(len(turns)))
     own = []
     for turn in turns:
@@ -87,14 +93,20 @@ def prepared(
 
 
 def scored(
-    session: Session, turns: Sequence[Turn], policy: str, temperature: float
+    session: Session,
+    turns: Sequence[Turn],
+    policy: str,
+    temperature: float,
+    *,
+    reads_images: bool = False,
 ) -> Group | None:
     """The session as a group of which every sampled token is scored, those of secrets too. None:
-    its probability cannot be computed, because of images, another temperature, or turns of another
-    session or policy."""
+    its probability cannot be computed, because of images that the model does not read in training,
+    another temperature, or turns of another session or policy."""
     numbers = [adapter_of(turn, policy) for turn in turns]
     same = all(float(t.sampling.get("temperature", 1.0)) == temperature for t in turns if t.sampled)
-    if not same or session.origin is not None or None in numbers or any(t.images for t in turns):
+    unread = not reads_images and any(turn.images for turn in turns)
+    if not same or session.origin is not None or None in numbers or unread:
         return None
     own = [_numbered(turn, number or 0) for turn, number in zip(turns, numbers, strict=True)]
     try:

@@ -11,11 +11,26 @@ from pathlib import Path
 import pytest
 
 from proxy.client import ProxyClientError
+from proxy.config import RenderingConfig
 from proxy.extras.learn.assignment import Assignment
 from proxy.extras.learn.client import LearnClient
 from proxy.extras.learn.section import TARGET
 from proxy.records import Reward, SessionKind
-from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
+from proxy.testing.scripted_engine import ScriptedEngine
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy, starting_proxies
+from tests.proxy.serving.test_images import (
+    FIRST,
+    SECOND,
+    asked,
+    chat,
+    name,
+    seeing_checkpoint,
+    until_seeing,
+)
+
+__all__ = ["seeing_checkpoint"]
 
 TWO = ("ann", "bob")
 
@@ -153,3 +168,30 @@ async def test_sessions_that_are_created_at_once_are_all_counted(
     ann = {"learn": "yes", "person": "ann"}
     await asyncio.gather(*(proxy.session(metadata=ann) for _ in range(40)))
     assert Assignment.read(tmp_path / "ann" / "assignment.json").created == 40
+
+
+async def test_a_learner_gets_the_images_of_what_has_opted_in_alone(
+    seeing_checkpoint: Path, tmp_path: Path
+) -> None:
+    seeing = Rendering(load_tokenizer(seeing_checkpoint), RenderingConfig())
+    async with (
+        starting_proxies(seeing_checkpoint, seeing, tmp_path) as start,
+        ScriptedEngine(lambda _: [], image_token=seeing.image_token) as engine,
+    ):
+        proxy = await start(engine=engine, **learners(tmp_path))
+        await until_seeing(proxy)
+        sessions = {}
+        for person, picture in (("ann", FIRST), ("bob", SECOND)):
+            session = await proxy.session(metadata={"learn": "yes", "person": person})
+            await chat(proxy, session, asked(picture, "What?"))
+            await proxy.control.complete(session.trial_id)
+            sessions[person] = session.trial_id
+        async with client(proxy, tmp_path) as ann:
+            assert await ann.image_of("ann", sessions["ann"], name(FIRST)) == FIRST
+            for person, picture in (("ann", SECOND), ("bob", SECOND)):
+                with pytest.raises(ProxyClientError) as error:
+                    await ann.image_of("ann", sessions[person], name(picture))
+                assert error.value.status == 404
+            with pytest.raises(ProxyClientError) as error:
+                await ann.image_of("bob", sessions["bob"], name(SECOND))
+            assert error.value.status == 401

@@ -137,6 +137,7 @@ class Days:
         }
     )
     open: dict[str, int] = field(default_factory=dict)
+    images: dict[str, bytes] = field(default_factory=dict)
 
     def day(self, name: str, good: bool | None, ids: Sequence[int] = (7, 8), **more: Any) -> None:
         """A session of one answer; `good`: how it was rated."""
@@ -154,6 +155,11 @@ class Days:
         if name not in self.record_of:
             raise ProxyClientError("404", 404)
         return self.record_of[name]
+
+    async def image_of(self, policy: str, name: str, sha256: str) -> bytes:
+        if name not in self.record_of:
+            raise ProxyClientError("404", 404)
+        return self.images[sha256]
 
     async def say(self, policy: str, name: str, text: str) -> None:
         self.said[name] = text
