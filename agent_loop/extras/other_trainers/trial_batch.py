@@ -10,8 +10,8 @@ group's baseline.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +21,8 @@ from agent_loop.producers.groups import rollout_seed
 from agent_loop.producers.protocol import RunsTrials
 from agent_loop.records import Rollout, Task
 from agent_loop.trajectory import flatten
-from proxy.records import SessionKind
+from proxy.records import ImageSpan, SessionKind
+from proxy.records.images import engine_ids
 
 
 class TrialLoop(RunsTrials, Protocol):
@@ -43,6 +44,10 @@ class Completion:
     left_out: int = 0
     """Number of its sampled tokens that are not trained, because top-k or a grammar
     (`response_format`) left a part of the vocabulary."""
+    images: Sequence[ImageSpan] = ()
+    """The images in prompt and completion, whose tokens have the model's own id."""
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """sha256 → the bytes of an image."""
 
 
 class TrialBatch:
@@ -77,7 +82,8 @@ class TrialBatch:
         rollouts = [trial.result() for trial in trials]
         if kind is SessionKind.TRAIN and not any(rollout.trainable for rollout in rollouts):
             raise AgentLoopError(f"no trial of the batch can be trained: {rollouts[0].error}")
-        if kind is SessionKind.TRAIN and not any(any(completion(r).mask) for r in rollouts):
+        masks = (completion(rollout, reads_images=True).mask for rollout in rollouts)
+        if kind is SessionKind.TRAIN and not any(map(any, masks)):
             raise AgentLoopError(
                 "no token of the batch can be trained: all were sampled with top-k or a grammar "
                 "(response_format), and this trainer computes probabilities over the whole "
@@ -96,24 +102,32 @@ class TrialBatch:
         return self._tasks[text]
 
 
-def completion(rollout: Rollout) -> Completion:
-    """The rollout's path with the most sampled tokens."""
+def completion(rollout: Rollout, *, reads_images: bool = False) -> Completion:
+    """The rollout's path with the most sampled tokens.
+
+    Raises AgentLoopError: it has images, and the trainer does not read them from completions.
+    """
     paths = flatten(rollout.segments) if rollout.trainable else []
     if not paths:  # trainers need a token in each part
         return Completion([0], [0], [0.0], [0])
     path = max(paths, key=lambda path: int(path.sampled_from_all.sum()))
-    if path.images:
+    if path.images and not reads_images:
         raise AgentLoopError(
             f"trial {rollout.trial_id} has images, for which this trainer's completions have no "
-            "place; set rendering.images=false in the proxy, whose model then sees them as texts"
+            "place; train with agentic-train and model.vision=frozen, or with SkyRL "
+            "(AgentGenerator's pixels), or set rendering.images=false in the proxy, whose model "
+            "then sees them as texts"
         )
     first, trained = int(path.mask.argmax()), path.sampled_from_all
+    ids = engine_ids(path.ids, path.images)
     return Completion(
-        path.ids[:first].tolist(),
-        path.ids[first:].tolist(),
+        ids[:first].tolist(),
+        ids[first:].tolist(),
         np.where(trained, path.logprobs, np.float32(0))[first:].tolist(),
         trained[first:].astype(int).tolist(),
         int((path.mask & ~trained).sum()),
+        path.images,
+        rollout.pictures,
     )
 
 

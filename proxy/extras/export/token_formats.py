@@ -131,7 +131,7 @@ class TrlFormat:
 
     unit: Literal["session"] = "session"
     trains = needs_reward = True
-    no_images = "TRL's rollout_func returns none"
+    no_images = "TRL's rollout_func returns none; use --format messages"
 
     def schema(self, pa: Any) -> Any:
         ids = pa.list_(pa.int64())
@@ -302,7 +302,10 @@ class SkyRlFormat:
 
     unit: Literal["session"] = "session"
     trains = needs_reward = True
-    no_images = "SkyRL takes pixels that its model's processor has made, not images"
+    no_images = (
+        "SkyRL takes pixels that its model's processor has made, not images; use --format messages,"
+        " or AgentGenerator with pixels"
+    )
 
     def schema(self, pa: Any) -> Any:
         ids = pa.list_(pa.int64())

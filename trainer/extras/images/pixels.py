@@ -8,8 +8,8 @@ scaling and normalisation to the tower (vLLM 0.32, measured in docs/notes/images
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from proxy.engines.images import GRID, digest_of
+from proxy.engines.images import GRID, PROBE, digest_of
 from trainer.errors import ConfigError, TrainingError
 
 PIXELS = "pixel_values"
@@ -65,6 +65,29 @@ class Processor:
         raw = self._made(image, do_rescale=False, do_normalize=False)
         item = {PIXELS: raw[PIXELS], GRID: raw[GRID][0]}
         return Pixels(self._made(image)[PIXELS], raw[GRID][0], item_digest(item))
+
+    def joined(self, images: Sequence[tuple[bytes, str]]) -> tuple[Tensor, Tensor]:
+        """The pixels of several images, `[P, C]`, and their grids, `[I, 3]`, for other trainers.
+
+        Args:
+            images: the bytes of each image, and the digest of what the engine had of it.
+
+        Raises:
+            TrainingError: it makes other pixels of an image than the engine had.
+        """
+        first = self.pixels(PROBE)
+        made = [replace(first, values=first.values[:0])]  # of this type and width, without images
+        for data, digest in images:
+            pixels = self.pixels(data)
+            if pixels.digest != digest:
+                raise TrainingError(
+                    f"the engine had other pixels of an image (digest {digest[:12]}) than this "
+                    f"processor makes (digest {pixels.digest[:12]}); both need the same "
+                    "transformers, torchvision and preprocessor_config.json"
+                )
+            made.append(pixels)
+        grids = torch.stack([each.grid for each in made])[1:]
+        return torch.cat([each.values for each in made]), grids
 
     def _made(self, image: Image.Image, **changes: Any) -> Any:
         return self._make(images=[image], return_tensors="pt", **changes)
