@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from copy import deepcopy
 
+from proxy.testing.scripted_images import PICTURE
 from tests.attacks.hostile import Body
 
 TOOL = {"name": "shell", "description": "Runs a command.", "parameters": {"type": "object"}}
+SCREEN, CLICKED = (base64.b64encode(PICTURE + each).decode() for each in (b"screen", b"clicked"))
+"""Two images. A mutated one is another image, or none."""
+
+
+def _url(picture: str) -> str:
+    return f"data:image/png;base64,{picture}"
+
+
+def _block(picture: str) -> Body:
+    source = {"type": "base64", "media_type": "image/png", "data": picture}
+    return {"type": "image", "source": source}
+
+
 BODIES: dict[str, Callable[[], Body]] = {
     "chat/completions": lambda: {
         "model": "m",
@@ -16,7 +31,13 @@ BODIES: dict[str, Callable[[], Body]] = {
         "stop": ["END"],
         "messages": [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "List the files."}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "List the files."},
+                    {"type": "image_url", "image_url": {"url": _url(SCREEN), "detail": "high"}},
+                ],
+            },
             {
                 "role": "assistant",
                 "content": None,
@@ -30,6 +51,10 @@ BODIES: dict[str, Callable[[], Body]] = {
                 ],
             },
             {"role": "tool", "tool_call_id": "call-1", "content": "a.txt"},
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": _url(CLICKED)}}],
+            },
         ],
         "tools": [{"type": "function", "function": deepcopy(TOOL)}],
         "tool_choice": "auto",
@@ -41,9 +66,19 @@ BODIES: dict[str, Callable[[], Body]] = {
         "instructions": "Be brief.",
         "max_output_tokens": 16,
         "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "List the files."},
+                    {"type": "input_image", "image_url": _url(SCREEN), "detail": "auto"},
+                ],
+            },
             {"type": "function_call", "call_id": "c", "name": "shell", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "a.txt"},
+            {
+                "type": "function_call_output",
+                "call_id": "c",
+                "output": [{"type": "input_image", "image_url": _url(CLICKED)}],
+            },
             {"type": "reasoning", "id": "r", "summary": []},
         ],
         "tools": [{"type": "function", **deepcopy(TOOL)}],
@@ -54,7 +89,7 @@ BODIES: dict[str, Callable[[], Body]] = {
         "max_tokens": 16,
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [
-            {"role": "user", "content": "List the files."},
+            {"role": "user", "content": [_block(SCREEN), {"type": "text", "text": "List them."}]},
             {
                 "role": "assistant",
                 "content": [
@@ -64,7 +99,13 @@ BODIES: dict[str, Callable[[], Body]] = {
             },
             {
                 "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "t", "content": "a.txt"}],
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t",
+                        "content": [{"type": "text", "text": "a.txt"}, _block(CLICKED)],
+                    }
+                ],
             },
         ],
         "tools": [{"name": "shell", "input_schema": {"type": "object"}}],

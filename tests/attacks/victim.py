@@ -17,7 +17,7 @@ from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from tests.attacks.server import Server, running_server
-from tests.proxy.checkpoint import write_checkpoint
+from tests.proxy.checkpoint import PICTURES, write_checkpoint
 
 ADMIN_KEY = "admin-key-of-the-attack"
 
@@ -41,7 +41,7 @@ class Victim(Server):
 @asynccontextmanager
 async def running_victim(folder: Path, **settings: Any) -> AsyncIterator[Victim]:
     """`settings`: further keys of the proxy's configuration."""
-    checkpoint = write_checkpoint(folder / "model")
+    checkpoint = write_checkpoint(folder / "model", template=PICTURES)
     rendering = Rendering(load_tokenizer(checkpoint), RenderingConfig())
     script = text_script(
         lambda prompt: f"That is {len(prompt)} characters, thank you.",
@@ -49,7 +49,8 @@ async def running_victim(folder: Path, **settings: Any) -> AsyncIterator[Victim]
         encode=rendering.tokenizer.encode,
         end_ids=rendering.stop_token_ids[:1],
     )
-    async with ScriptedEngine(script, remember_calls=False) as engine:
+    reads = rendering.image_token
+    async with ScriptedEngine(script, remember_calls=False, image_token=reads) as engine:
         store, log, config = folder / "sessions.db", folder / "proxy.log", folder / "proxy.yaml"
         given = {
             "model": str(checkpoint),
