@@ -282,8 +282,8 @@ def _output(
 ) -> AgentLoopOutput:
     if branch.images:
         raise AgentLoopError(
-            f"trial {rollout.trial_id} has images, which verl's servers cannot see here; train with "
-            "agentic-train and model.vision=frozen, or export the sessions (--format verl)"
+            f"trial {rollout.trial_id} has images, which verl's servers cannot see here; train "
+            "with agentic-train and model.vision=frozen, or export the sessions (--format verl)"
         )
     start = _first_trained(branch)
     end = len(branch) if longest is None else min(len(branch), start + longest)
