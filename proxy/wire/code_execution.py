@@ -5,8 +5,9 @@
 The model sees a function `code_execution` for Python and, with Messages' tools of 2025-08-25 or
 later, `bash_code_execution`. The agent gets the forms of its dialect: `server_tool_use` and
 `code_execution_tool_result` or `bash_code_execution_tool_result` (Messages),
-`code_interpreter_call` (Responses). Invariant: as for searches, the text that the model sees for a
-result can be read from what the agent sends back (Messages), or is looked up in the record.
+`code_interpreter_call` (Responses), `executableCode` and `codeExecutionResult` (generateContent).
+Invariant: as for searches, the text that the model sees for a result can be read from what the
+agent sends back (Messages), or is looked up in the record.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _ERRORS = {
 """Texts that the model sees for an error: Anthropic's codes."""
 MAX_OUTPUT_CHARS = 30_000
 """Characters of standard output, and of standard error; of more, the middle is left out."""
+GOOGLES = "codeExecution"
+"""The name of generateContent's tool."""
 _PYTHON_ONLY = "code_execution_20250522"
 LANGUAGES: dict[str, Language] = {CODE: "python", BASH: "bash"}
 _FIELDS = {CODE: "code", BASH: "command"}
@@ -66,7 +69,7 @@ def is_code_execution(kind: Any) -> bool:
 def code_functions(kind: str) -> list[JsonObject]:
     """The functions for the model of a tool of this kind."""
     python = _function(CODE, "Runs Python code", "The Python code.")
-    if kind in (_PYTHON_ONLY, "code_interpreter"):
+    if kind in (_PYTHON_ONLY, "code_interpreter", GOOGLES):
         return [python]
     return [python, _function(BASH, "Runs a bash command", "The command.")]
 
@@ -153,7 +156,7 @@ def block_result(block: Fields) -> str:
 
 
 class CodeItem(NamedTuple):
-    """A `code_interpreter_call` that comes back."""
+    """A `code_interpreter_call`, or an `executableCode` and its result, that comes back."""
 
     call: ToolCall
     turn: int | None
@@ -161,12 +164,15 @@ class CodeItem(NamedTuple):
     failed: bool
     logs: str | None
     """Its output; None: the agent did not ask for it."""
+    return_code: int = 0
+    """0 also where the dialect does not say."""
 
     def text(self) -> str:
         """What the model sees if the result is not in the record."""
         if self.failed:
             return UNAVAILABLE
-        return _text(self.logs or "[the output is not in the record]", "", 0)
+        logs = self.logs or "[the output is not in the record]"
+        return _text(logs, "", self.return_code)
 
     def is_of(self, call: ToolCall, result: str) -> bool:
         """Whether this is the item of a recorded call and its result."""
@@ -196,7 +202,8 @@ def code_item(
 
 
 def item_code(item: Fields, call_id: str) -> CodeItem:
-    """`call_id` is for a client that sends no ids of items."""
+    """The call of an item, or of an `executableCode`, that comes back. `call_id` is for a client
+    that sends no ids of items."""
     own = _ITEM_ID.fullmatch(item.quoted("id"))
     arguments = orjson.dumps({"code": item.quoted("code")}).decode()
     call = ToolCall(own["call_id"] if own else call_id, CODE, arguments)
@@ -208,6 +215,37 @@ def item_code(item: Fields, call_id: str) -> CodeItem:
 
 
 _ITEM_ID = re.compile(r"ci_(?P<turn>[0-9]{1,9})_(?P<call_id>.+)", re.DOTALL)
+
+
+# --------------------------------------------------------------------- generateContent
+
+_OUTCOMES = {TIMED_OUT: "OUTCOME_DEADLINE_EXCEEDED"}
+
+
+def code_part(call: ToolCall, turn: int) -> JsonObject:
+    """The part of a call."""
+    said = {"id": f"ci_{turn}_{call.id}", "language": "PYTHON", "code": code_of(call)}
+    return {"executableCode": said}
+
+
+def result_part(result: ResultDelta, turn: int) -> JsonObject:
+    """The part of a result."""
+    if is_error(result.text):
+        outcome, output = _OUTCOMES.get(result.text, "OUTCOME_FAILED"), result.text
+    else:
+        failed = orjson.loads(result.text)["return_code"] != 0
+        outcome, output = "OUTCOME_FAILED" if failed else "OUTCOME_OK", _logs(result.text)
+    said = {"id": f"ci_{turn}_{result.call.id}", "outcome": outcome, "output": output}
+    return {"codeExecutionResult": said}
+
+
+def part_result(part: Fields, item: CodeItem) -> tuple[CodeItem, str]:
+    """The item with its `codeExecutionResult`, and the text of an error; empty for another result,
+    which the record has."""
+    output, ran_well = part.quoted("output"), part.get("outcome") == "OUTCOME_OK"
+    if not ran_well and is_error(output):
+        return item._replace(failed=True), output
+    return item._replace(logs=output, return_code=0 if ran_well else 1), ""
 
 
 def _logs(text: str) -> str:

@@ -3,7 +3,8 @@
 
 Accepts the names of JSON and of the protocol buffers (`systemInstruction`, `system_instruction`).
 Function responses are matched to calls by their id, or else by name and order. What a text-only
-model cannot read, and tools that Google would run, are named in a text, or left out of the prompt.
+model cannot read, and tools that Google would run, are named in a text, or left out of the prompt;
+code that a backend runs (`wire.code_execution`) is calls and results.
 """
 
 from __future__ import annotations
@@ -24,9 +25,20 @@ from proxy.conversation.messages import (
 )
 from proxy.errors import ContextOverflow, ProxyError
 from proxy.records import FinishReason
-from proxy.rendering.deltas import Delta, ReasoningDelta, TextDelta, ToolCallStart
+from proxy.rendering.deltas import Delta, ReasoningDelta, ResultDelta, TextDelta, ToolCallStart
+from proxy.wire.code_execution import (
+    CODE,
+    GOOGLES,
+    CodeItem,
+    code_functions,
+    code_part,
+    item_code,
+    part_result,
+    result_part,
+)
 from proxy.wire.dialect import BOUNDS, WHOLE, Call, ForcedCall, Headers, Options, Outcome, Piece
 from proxy.wire.fields import Fields, only_provider_tools
+from proxy.wire.provided import PastCall
 
 MAX_CANDIDATES = 8
 _PATH = re.compile(
@@ -96,8 +108,9 @@ class GeminiDialect:
         request = _camel(fields)
         config = _camel(request.child("generationConfig"))
         unknown = _checked(request, config)
-        tools = parse_tools(request)
-        messages = parse_messages(request)
+        tools, provided = parse_tools(request)
+        past = PastCode() if provided else None
+        messages = parse_messages(request, past)
         system = "\n".join(_texts(_camel(request.child("systemInstruction"))))
         if system:
             messages.insert(0, Message("system", system))
@@ -107,16 +120,18 @@ class GeminiDialect:
         return Call(
             model=self._model,
             conversation=Conversation(normalised(messages), tools),
-            options=_options(request, config, tools),
+            options=_options(request, config, sum(_name(tool) not in provided for tool in tools)),
             n=config.integer("candidateCount", 1, MAX_CANDIDATES) or 1,
             stream=self._streams and self._sse,
+            provider_tools=provided,
+            past_calls=past.calls if past else [],
             unknown=unknown,
             extra={"thoughts": thinking.flag("includeThoughts")},
         )
 
     def whole(self, call: Call, answer_id: str, outcomes: Sequence[Outcome]) -> bytes:
         candidates = [
-            _candidate(index, list(_parts(call, outcome.message)), outcome)
+            _candidate(index, list(_parts(call, outcome)), outcome)
             for index, outcome in enumerate(outcomes)
         ]
         body = _response(call, answer_id, candidates, outcomes)
@@ -143,14 +158,14 @@ class GeminiWriter:
     def __init__(self, call: Call, answer_id: str) -> None:
         self._call = call
         self._id = answer_id
-        self._open: dict[int, ToolCall] = {}
-        """By candidate: the call whose arguments are not complete."""
+        self._open: dict[int, tuple[ToolCall, int]] = {}
+        """By candidate: the call whose arguments are not complete, and its turn."""
 
     def start(self, prompt_tokens: int, turn: int) -> bytes:
         return b""
 
     def piece(self, piece: Piece) -> bytes:
-        parts = [part for delta in piece.deltas for part in self._delta(piece.choice, delta)]
+        parts = [part for delta in piece.deltas for part in self._delta(piece, delta)]
         if not parts:
             return b""
         return self._chunk([_candidate(piece.choice, parts, None)], ())
@@ -165,7 +180,8 @@ class GeminiWriter:
     def error(self, error: ProxyError) -> bytes:
         return b"data: " + orjson.dumps({"error": _error(error)}) + b"\r\n\r\n"
 
-    def _delta(self, candidate: int, delta: Delta) -> Iterator[dict[str, Any]]:
+    def _delta(self, piece: Piece, delta: Delta) -> Iterator[dict[str, Any]]:
+        candidate = piece.choice
         if isinstance(delta, TextDelta):
             yield from self._closed(candidate)
             yield {"text": delta.text}
@@ -174,14 +190,17 @@ class GeminiWriter:
                 yield {"text": delta.text, "thought": True}
         elif isinstance(delta, ToolCallStart):
             yield from self._closed(candidate)
-            self._open[candidate] = ToolCall(delta.id, delta.name, "")
+            self._open[candidate] = (ToolCall(delta.id, delta.name, ""), piece.turn)
+        elif isinstance(delta, ResultDelta):
+            yield from self._closed(candidate)
+            yield result_part(delta, piece.turn)
         else:
-            self._open[candidate].arguments += delta.text
+            self._open[candidate][0].arguments += delta.text
 
     def _closed(self, candidate: int) -> Iterator[dict[str, Any]]:
-        call = self._open.pop(candidate, None)
-        if call is not None:
-            yield _call_part(call)
+        begun = self._open.pop(candidate, None)
+        if begun is not None:
+            yield _call_part(self._call, *begun)
 
     def _chunk(self, candidates: list[dict[str, Any]], outcomes: Sequence[Outcome]) -> bytes:
         body = _response(self._call, self._id, candidates, outcomes)
@@ -198,8 +217,37 @@ def addressed(path: str, alt: str) -> tuple[str | None, str, GeminiDialect] | No
     return found["trial"], f"models:{found['method']}", dialect
 
 
-def parse_messages(request: Fields) -> list[Message]:
-    """Raises RequestError."""
+class PastCode:
+    """The code that the proxy has run, in the order of a history."""
+
+    def __init__(self) -> None:
+        self.calls: list[PastCall] = []
+        """Those with a result."""
+        self._open: list[CodeItem] = []
+
+    def call(self, part: Fields) -> ToolCall:
+        """The call of a part with `executableCode`."""
+        code = next(iter(part.quoted_objects("executableCode")), Fields({}))
+        item = item_code(code, f"{CODE}_{len(self.calls) + len(self._open)}")
+        self._open.append(item)
+        return item.call
+
+    def result(self, part: Fields) -> Message | None:
+        """The message of a part with `codeExecutionResult`; None if no code precedes it."""
+        if not self._open:
+            return None
+        result = next(iter(part.quoted_objects("codeExecutionResult")), Fields({}))
+        named = [item for item in self._open if result.quoted("id").endswith(f"_{item.call.id}")]
+        item = (named or self._open)[0]
+        self._open.remove(item)
+        item, text = part_result(result, item)
+        message = Message("tool", text, tool_call_id=item.call.id)
+        self.calls.append(PastCall(message, item.call, item))
+        return message
+
+
+def parse_messages(request: Fields, past: PastCode | None = None) -> list[Message]:
+    """`past` gets the code of the history; None: code is text. Raises RequestError."""
     messages: list[Message] = []
     open_calls: list[ToolCall] = []
     for content in request.objects("contents"):
@@ -208,9 +256,11 @@ def parse_messages(request: Fields) -> list[Message]:
             raise content.refuse("role", "user, model or function")
         parts = [_camel(part) for part in content.objects("parts")]
         if role == "model":
-            answer = _answer(parts)
-            open_calls = list(answer.tool_calls)
-            messages.append(answer)
+            answers = _answers(parts, past)
+            done = {answer.tool_call_id for answer in answers if answer.role == "tool"}
+            made = [call for answer in answers for call in answer.tool_calls]
+            open_calls = [call for call in made if call.id not in done]
+            messages += answers
             continue
         texts = []
         for part in parts:
@@ -223,8 +273,9 @@ def parse_messages(request: Fields) -> list[Message]:
     return messages
 
 
-def parse_tools(request: Fields) -> list[dict[str, Any]]:
-    """The functions; tools that Google would run are left out.
+def parse_tools(request: Fields) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The functions, and by name the tools whose calls the proxy answers itself. Tools that Google
+    would run are left out, unless a backend runs them.
 
     Raises:
         RequestError: a malformed function, or Google would run all of the tools.
@@ -239,10 +290,23 @@ def parse_tools(request: Fields) -> list[dict[str, Any]]:
             schema = declaration.child("parametersJsonSchema").data
             function["parameters"] = schema or json_schema(declaration.child("parameters").data)
             tools.append({"type": "function", "function": function})
+    own = {tool["function"]["name"] for tool in tools}
+    provided: dict[str, dict[str, Any]] = {}
+    for tool in request.objects("tools"):
+        for name in tool.data:
+            if name == "functionDeclarations":
+                continue
+            is_code = name == GOOGLES and CODE not in own
+            if is_code and CODE not in provided and CODE in tool.backends:
+                tools += [{"type": "function", "function": each} for each in code_functions(name)]
+            elif not is_code or CODE not in tool.backends:
+                tool.note("tools_left_out", name)
+            if is_code:
+                provided[CODE] = {name: tool.get(name)}
     names = {name for tool in request.items("tools") for name in tool}
     if not tools and names - {"functionDeclarations"}:
         raise only_provider_tools(request)
-    return tools
+    return tools, provided
 
 
 def json_schema(schema: Any) -> Any:
@@ -288,7 +352,8 @@ def _checked(request: Fields, config: Fields) -> tuple[str, ...]:
     return (*unknown, *(f"generationConfig.{name}" for name in sorted(inner)))
 
 
-def _options(request: Fields, config: Fields, tools: list[dict[str, Any]]) -> Options:
+def _options(request: Fields, config: Fields, functions: int) -> Options:
+    """`functions` is the number of the agent's own."""
     options = Options()
     for name, option in _OPTIONS.items():
         low, high = BOUNDS[option]
@@ -303,7 +368,7 @@ def _options(request: Fields, config: Fields, tools: list[dict[str, Any]]) -> Op
     options.tool_calls = mode != "NONE"
     if mode == "ANY":
         allowed = calling.items("allowedFunctionNames")
-        if len(allowed) > 1 and len(allowed) < len(tools):
+        if 1 < len(allowed) < functions:
             raise calling.refuse("allowedFunctionNames", "one name, or those of all functions")
         only = allowed[0] if len(allowed) == 1 else None
         if only is not None and not isinstance(only, str):
@@ -323,7 +388,29 @@ def _structured(config: Fields) -> dict[str, Any] | None:
     return {"json_object": True} if kind == "application/json" else None
 
 
-def _answer(parts: list[Fields]) -> Message:
+def _name(tool: dict[str, Any]) -> str:
+    return str(tool["function"]["name"])
+
+
+def _answers(parts: list[Fields], past: PastCode | None) -> list[Message]:
+    """One message, and more where the proxy has run code: what follows its result is another
+    answer."""
+    out: list[Message] = []
+    begun: list[Fields] = []
+    for part in parts:
+        if past is not None and part.get("codeExecutionResult") is not None:
+            if begun:
+                out.append(_answer(begun, past))
+            begun = []
+            result = past.result(part)
+            if result is not None:
+                out.append(result)
+                continue
+        begun.append(part)
+    return [*out, _answer(begun, past)] if begun or not out else out
+
+
+def _answer(parts: list[Fields], past: PastCode | None) -> Message:
     message = Message("assistant")
     texts, thoughts = [], []
     for part in parts:
@@ -332,6 +419,8 @@ def _answer(parts: list[Fields]) -> Message:
             arguments = orjson.dumps(call.child("args").data).decode()
             made = ToolCall(call.text("id", ""), call.text("name", ""), arguments)
             message.tool_calls.append(made)
+        elif past is not None and part.get("executableCode") is not None:
+            message.tool_calls.append(past.call(part))
         elif part.flag("thought"):
             thoughts.append(part.text("text", ""))
         else:
@@ -389,18 +478,25 @@ def _data_text(part: Fields, data: Fields) -> str:
     return text if taken is None else taken
 
 
-def _parts(call: Call, message: Message) -> Iterator[dict[str, Any]]:
+def _parts(call: Call, outcome: Outcome) -> Iterator[dict[str, Any]]:
+    for before in outcome.before:
+        yield from _parts(call, before)
+    message = outcome.message
     if message.reasoning and call.extra["thoughts"]:
         yield {"text": message.reasoning, "thought": True}
     if message.text:
         yield {"text": message.text}
     for made in message.tool_calls:
-        yield _call_part(made)
+        yield _call_part(call, made, outcome.turn)
+    for result in outcome.results:
+        yield result_part(result, outcome.turn)
 
 
-def _call_part(call: ToolCall) -> dict[str, Any]:
-    arguments = arguments_object(call)
-    return {"functionCall": {"id": call.id, "name": call.name, "args": arguments}}
+def _call_part(call: Call, made: ToolCall, turn: int) -> dict[str, Any]:
+    if made.name in call.provider_tools:
+        return code_part(made, turn)
+    arguments = arguments_object(made)
+    return {"functionCall": {"id": made.id, "name": made.name, "args": arguments}}
 
 
 def _candidate(index: int, parts: list[dict[str, Any]], outcome: Outcome | None) -> dict[str, Any]:

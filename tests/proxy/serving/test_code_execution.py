@@ -12,6 +12,7 @@ from typing import Any
 
 import anthropic.types
 import openai.types.responses
+import orjson
 import pytest
 from pydantic import TypeAdapter
 
@@ -27,6 +28,8 @@ from tests.proxy.serving.test_provider_tools import (
     assert_goes_on,
     assert_one_path,
 )
+from tests.proxy.wire.test_gemini import ask as ask_google
+from tests.proxy.wire.test_gemini import streamed
 
 PYTHON = "code_execution"
 BASH = "bash_code_execution"
@@ -386,6 +389,201 @@ async def test_function_of_the_agent_with_that_name_stays_its_own(start_proxy: S
     answer = await ask(proxy, await proxy.session(), "messages", body)
     assert [block["type"] for block in answer["content"]] == ["tool_use"]
     assert not ran
+
+
+def google_body(*contents: Any, **more: Any) -> dict[str, Any]:
+    declared = {"name": "shell", "parametersJsonSchema": SHELL}
+    return {
+        "contents": [{"role": "user", "parts": [{"text": "Count."}]}, *contents],
+        "tools": [{"functionDeclarations": [declared]}, {"codeExecution": {}}],
+        **more,
+    }
+
+
+async def generated(proxy: Any, session: Any, body: Any, how: str = "whole") -> list[Any]:
+    """The parts of the answer; adjacent texts as one."""
+    if how == "stream":
+        status, data = await ask_google(proxy, session, body, "streamGenerateContent", "?alt=sse")
+        assert status == 200, data
+        return with_whole_texts(streamed(data)[0])
+    status, data = await ask_google(proxy, session, body)
+    assert status == 200, data
+    return with_whole_texts(orjson.loads(data)["candidates"][0]["content"]["parts"])
+
+
+def with_whole_texts(parts: list[Any]) -> list[Any]:
+    out: list[Any] = []
+    for part in parts:
+        if out and "text" in part and "text" in out[-1]:
+            out[-1] = {"text": out[-1]["text"] + part["text"]}
+        elif part.get("text") != "":
+            out.append(part)
+    return out
+
+
+def google_go_on(parts: list[Any], left_out: tuple[str, ...] = ()) -> list[Any]:
+    """The answer with `parts` and a next message; in one content, as Google's REST API has it."""
+    kept = [
+        {kind: {k: v for k, v in said.items() if k not in left_out} for kind, said in part.items()}
+        if "text" not in part
+        else part
+        for part in parts
+    ]
+    return [{"role": "model", "parts": kept}, {"role": "user", "parts": [{"text": "Go on."}]}]
+
+
+@pytest.mark.parametrize("left_out", [(), ("id",)])
+@pytest.mark.parametrize("how", HOW)
+async def test_model_runs_code_and_goes_on_in_the_same_answer_of_generate_content(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path, how: str, left_out: tuple[str, ...]
+) -> None:
+    """The same code runs twice, with other results, and fails once; then the proxy is restarted.
+    The agent returns each part in a content of its own, as Google's SDKs keep a stream."""
+    async with ScriptedEngine(lambda _: []) as engine:
+        async with starting_proxies(checkpoint, rendering, tmp_path) as start:
+            proxy = await start(engine=engine, tools=BACKEND)
+            proxy.answers(script("Look.\n" + called("n"), called("n"), called("fail")))
+            session = await proxy.session()
+            parts = await generated(proxy, session, google_body(), how)
+        kinds = [next(iter(part)) for part in parts]
+        assert kinds == ["text", *["executableCode", "codeExecutionResult"] * 3, "text"]
+        assert (parts[0]["text"].strip(), parts[-1]["text"]) == ("Look.", "Done.")
+        codes = [part["executableCode"] for part in parts[1:7:2]]
+        assert [each["code"] for each in codes] == ["n", "n", "fail"]
+        results = [part["codeExecutionResult"] for part in parts[2:7:2]]
+        assert [each["id"] for each in codes] == [each["id"] for each in results]
+        assert len({each["id"] for each in codes}) == 3
+        assert [(each["outcome"], each["output"]) for each in results] == [
+            ("OUTCOME_FAILED", "n 1\né"),
+            ("OUTCOME_FAILED", "n 2\né"),
+            ("OUTCOME_FAILED", "code execution is unavailable"),
+        ]
+        model, user = google_go_on(parts, left_out)
+        apart = [{"role": "model", "parts": [part]} for part in model["parts"]]
+        async with starting_proxies(checkpoint, rendering, tmp_path) as start:
+            again = await start(engine=engine, tools=BACKEND)
+            again.answers(script())
+            moved = replace(session, base_url=session.base_url.replace(proxy.url, again.url))
+            said = await generated(again, moved, google_body(*apart, user), how)
+            assert said == [{"text": "Bye."}]
+            _, turns = await again.record(moved)
+    assert_one_path(turns, 5)
+    decode = rendering.tokenizer.decode
+    assert '"code_execution"' in decode(turns[0].prompt_ids.tolist())
+    assert "bash_code_execution" not in decode(turns[0].prompt_ids.tolist())
+    assert '"return_code":3' in decode(turns[1].prompt_ids.tolist())
+    assert not any("return_code" in decode(turn.sampled_ids.tolist()) for turn in turns)
+    assert [each.language for each in ran] == ["python"] * 3
+
+
+@pytest.mark.parametrize(
+    ("source", "outcome"),
+    [
+        ("print", "OUTCOME_OK"),
+        ("fail", "OUTCOME_FAILED"),
+        ("slow", "OUTCOME_DEADLINE_EXCEEDED"),
+        ("", "OUTCOME_FAILED"),
+    ],
+)
+async def test_outcome_of_generate_content_is_the_codes(
+    start_proxy: StartProxy, source: str, outcome: str
+) -> None:
+    proxy = await start_proxy(tools={"code_execution": f"{__name__}:run_or_print"})
+    proxy.answers(script(called(source)))
+    session = await proxy.session()
+    parts = await generated(proxy, session, google_body())
+    code, result, last = parts
+    assert code["executableCode"]["language"] == "PYTHON"
+    assert result["codeExecutionResult"]["outcome"] == outcome
+    assert last == {"text": "Done."}
+    back = google_go_on(parts, ("id",))
+    assert await generated(proxy, session, google_body(*back)) == [{"text": "Bye."}]
+    assert_one_path((await proxy.record(session))[1], 3)
+
+
+async def run_or_print(execution: Execution, tool: Mapping[str, Any]) -> dict[str, Any]:
+    assert tool == {"codeExecution": {}}
+    return {"stdout": "2\n"} if execution.code == "print" else await run(execution, tool)
+
+
+@pytest.mark.parametrize("how", HOW)
+async def test_call_of_generate_content_without_a_backend_gets_an_error(
+    start_proxy: StartProxy, how: str
+) -> None:
+    proxy = await start_proxy()
+    proxy.answers(script(called("1")))
+    session = await proxy.session()
+    parts = await generated(proxy, session, google_body(), how)
+    result = parts[1]["codeExecutionResult"]
+    assert (result["outcome"], result["output"]) == (
+        "OUTCOME_FAILED",
+        "code execution is unavailable",
+    )
+    await generated(proxy, session, google_body(*google_go_on(parts)), how)
+    _, turns = await proxy.record(session)
+    assert_one_path(turns, 3)
+    assert "code_execution" not in proxy.rendering.tokenizer.decode(turns[0].prompt_ids.tolist())
+    await proxy.control.complete(session.trial_id)
+    events = [event async for event in proxy.control.events(session.trial_id)]
+    assert [e["kind"] for e in events].count("tools_left_out") == 1
+
+
+@pytest.mark.parametrize("left_out", [(), ("id",)])
+@pytest.mark.parametrize("how", HOW)
+async def test_two_codes_beside_a_function_of_generate_content(
+    start_proxy: StartProxy, how: str, left_out: tuple[str, ...]
+) -> None:
+    proxy = await start_proxy(tools=BACKEND)
+    proxy.answers(
+        lambda prompt: (
+            "Done." if "file 1" in prompt else "\n".join([called("a"), SHELL_CALL, called("b")])
+        )
+    )
+    session = await proxy.session()
+    parts = await generated(proxy, session, google_body(), how)
+    kinds = [next(iter(part)) for part in parts]
+    results = ["codeExecutionResult"] * 2
+    assert kinds == ["executableCode", "functionCall", "executableCode", *results]
+    assert [part["codeExecutionResult"]["output"] for part in parts[3:]] == ["a 1\né", "b 2\né"]
+    model, _ = google_go_on(parts, left_out)
+    answered = {"functionResponse": {"name": "shell", "response": {"output": "file 1"}}}
+    body = google_body(model, {"role": "user", "parts": [answered]})
+    assert await generated(proxy, session, body, how) == [{"text": "Done."}]
+    _, turns = await proxy.record(session)
+    assert_one_path(turns, 2)
+    assert len(ran) == 2
+
+
+async def test_candidates_of_generate_content_run_their_own_code(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(tools=BACKEND)
+    proxy.answers(script(called("n")))
+    session = await proxy.session()
+    body = google_body(generationConfig={"candidateCount": 2})
+    status, data = await ask_google(proxy, session, body)
+    assert status == 200, data
+    candidates = orjson.loads(data)["candidates"]
+    outputs = [each["content"]["parts"][1]["codeExecutionResult"]["output"] for each in candidates]
+    assert sorted(outputs) == ["n 1\né", "n 2\né"]
+    for candidate in candidates:
+        back = google_go_on(candidate["content"]["parts"])
+        assert await generated(proxy, session, google_body(*back)) == [{"text": "Bye."}]
+    _, turns = await proxy.record(session)
+    assert [turn.fork_cause for turn in turns[-2:]] == [None, None]
+
+
+async def test_googles_code_alone_is_offered_and_an_agents_function_of_that_name_is_its_own(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(tools=BACKEND)
+    proxy.answers(script(called("1")))
+    alone = google_body() | {"tools": [{"code_execution": {}}]}
+    parts = await generated(proxy, await proxy.session(), alone)
+    assert [next(iter(part)) for part in parts] == ["executableCode", "codeExecutionResult", "text"]
+    own = {"name": "code_execution", "parameters": {"type": "OBJECT"}}
+    body = google_body() | {"tools": [{"functionDeclarations": [own]}, {"codeExecution": {}}]}
+    (part,) = await generated(proxy, await proxy.session(), body)
+    assert part["functionCall"]["name"] == "code_execution"
+    assert len(ran) == 1
 
 
 async def test_code_interpreter_can_be_required(start_proxy: StartProxy) -> None:
