@@ -39,6 +39,12 @@ from proxy.extras.export.protocol import Row, Sample
 from proxy.extras.export.registry import open_format
 from proxy.records import ImageSpan, RecordedImage, Turn
 from proxy.records.images import image_ids
+from tests.agent_loop.integrations.test_skyrl import (
+    TASKS,
+    Pixelated,
+    looking,
+    paths_with_images,
+)
 from tests.agent_loop.recorded import turn as a_turn
 from tests.agent_loop.scripted_loop import ClosableLoop
 from tests.e2e.images.program import TORCHVISION
@@ -298,8 +304,9 @@ sys.modules["base"] = base
 spec.loader.exec_module(base)
 known = base.GeneratorOutput.__annotations__
 assert set(output) <= set(known), set(output) - set(known)
-for name, values in output.items():
-    TypeAdapter(known[name]).validate_python(values)
+tensors = ("pixel_values", "image_grid_thw")  # pydantic knows none
+for name in output.keys() - set(tensors):
+    TypeAdapter(known[name]).validate_python(output[name])
 source = ast.parse(Path(skyrl, "train/utils/trainer_utils.py").read_text())
 (check,) = [f for f in source.body if getattr(f, "name", "") == "validate_generator_output"]
 names = {"np": np, "logger": logging, "GeneratorOutput": base.GeneratorOutput}
@@ -322,6 +329,44 @@ async def test_skyrl_validates_what_our_generator_returns() -> None:
     generator = AgentGenerator(ClosableLoop(), [Task("hi", {"prompt": "Say hi."})])
     output = await generator.generate({"prompts": [[{"role": "user", "content": "Say hi."}]] * 4})
     check_in(PACKAGES, f"output = rows[0]\n{SKYRL_READS}", [output])
+
+
+SKYRL_BATCHES = (
+    """
+import torch
+output = rows[0]
+for name in ("pixel_values", "image_grid_thw"):
+    kind = torch.float32 if name == "pixel_values" else torch.int64
+    output[name] = [torch.tensor(v, dtype=kind).reshape(shape) for shape, v in output[name]]
+"""
+    + SKYRL_READS
+    + """
+source = ast.parse(Path(skyrl, "backends/skyrl_train/training_batch.py").read_text())
+(found,) = [each for each in source.body if getattr(each, "name", "") == "TensorList"]
+names = {"torch": torch}
+exec(compile(ast.Module([found], []), "skyrl", "exec"), names)
+halves = [names["TensorList"](output[name])[:2].to("cpu") for name in tensors]
+pixels, grids = (torch.cat(each.tensors) for each in halves)  # as its model's wrapper does
+ids = [i for name in ("prompt_token_ids", "response_ids") for row in output[name] for i in row]
+print(len(pixels), grids.prod(-1).sum().item(), ids.count(PAD))
+"""
+)
+"""SkyRL's own list of tensors, of the samples' pixels and grids."""
+
+
+@pytest.mark.long
+@needs(NO_PACKAGES)
+async def test_skyrl_batches_the_pixels_of_our_generator() -> None:
+    seen, blind = paths_with_images()
+    generator = AgentGenerator(looking(seen, blind), TASKS, pixels=Pixelated().joined)
+    prompts = [[{"role": "user", "content": task.prompt}] for task in TASKS]
+    output = await generator.generate({"prompts": prompts})
+    for name in ("pixel_values", "image_grid_thw"):
+        output[name] = [([*each.shape], each.flatten().tolist()) for each in output[name]]
+    program = SKYRL_BATCHES.replace("PAD", str(PAD))
+    patches, of_grids, tokens = map(int, check_in(PACKAGES, program, [output]).split())
+    assert patches == of_grids == 4 * tokens
+    assert tokens == sum(image.tokens for image in seen.images)
 
 
 @pytest.mark.slow
