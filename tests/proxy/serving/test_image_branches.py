@@ -25,6 +25,7 @@ from tests.proxy.serving.test_images import (  # noqa: F401
     THIRD,
     asked,
     chat,
+    encoded,
     name,
     proxy,
     said,
@@ -81,6 +82,63 @@ async def test_branch_is_answered_from_the_record_and_goes_on_with_all_images(
     assert turns[2].fork_cause is None
     for data in (FIRST, SECOND, LARGER):
         assert await proxy.control.image("branch", name(data)) == data
+
+
+MESSAGES = "messages"
+CHAT = "chat/completions"
+
+
+def look(route: str, number: int, picture: bytes) -> list[Any]:
+    """What an agent sends after an answer: a picture, as a tool's result in the dialect that has
+    pictures there."""
+    if route == CHAT:
+        return [asked("And", picture)]
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(picture)}
+    read = {"type": "tool_use", "id": f"t{number}", "name": "Read", "input": {"n": number}}
+    result = {"type": "tool_result", "tool_use_id": f"t{number}"}
+    block = {"type": "image", "source": source}
+    return [
+        {"role": "assistant", "content": [read]},
+        {"role": "user", "content": [{**result, "content": [block]}]},
+    ]
+
+
+async def run(proxy: RunningProxy, session: SessionHandle, route: str) -> None:  # noqa: F811
+    """An agent of four calls, which sees a new picture before each but the first."""
+    history: list[Any] = [{"role": "user", "content": "Look at all."}]
+    for number, picture in enumerate((b"", FIRST, SECOND, FIRST)):
+        if picture:
+            history += look(route, number, picture)
+        body = {"model": "m", "messages": history, "max_tokens": 50}
+        status, answer = await proxy.post(session, route, body)
+        assert status == 200, answer
+        if route == CHAT:
+            history.append(said(answer))
+        else:
+            history.append({"role": "assistant", "content": answer["content"]})
+
+
+@pytest.mark.parametrize("route", [CHAT, MESSAGES])
+async def test_agent_that_is_run_again_from_any_turn_leaves_the_same_record(
+    proxy: RunningProxy,  # noqa: F811
+    route: str,
+) -> None:
+    proxy.answers("I see.")
+    origin = await proxy.session(trial_id="origin")
+    await run(proxy, origin, route)
+    _, recorded = await proxy.record(origin)
+    assert sum(len(turn.images) for turn in recorded) == 3
+    for k in range(1, len(recorded) + 1):
+        proxy.engine.calls.clear()
+        branch = await proxy.control.branch(Origin("origin", k), f"again-{k}")
+        await run(proxy, branch, route)
+        assert len(proxy.engine.calls) == len(recorded) - k
+        _, turns = await proxy.record(branch)
+        for turn, before in zip(turns, recorded, strict=True):
+            assert turn.prompt_ids.tolist() == before.prompt_ids.tolist()
+            assert turn.sampled_ids.tolist() == before.sampled_ids.tolist()
+            assert (turn.parent, turn.images) == (before.parent, before.images)
+            assert turn.fork_cause is before.fork_cause
 
 
 @pytest.mark.parametrize("mode", BranchMode)
