@@ -189,11 +189,19 @@ class History:
         return adapter in arms and created_at >= self.compared_since
 
     @property
-    def comparison(self) -> Comparison:
-        """The judged sessions that tell of the canary and the stable adapter."""
-        compared = [
-            Compared(line["outcome"], line["adapter"] == self.canary, line["log_ratio"])
+    def compared(self) -> list[Line]:
+        """The judged sessions that tell of the canary and the stable adapter, in order."""
+        return [
+            line
             for line in self.sessions.values()
             if line["outcome"] is not None and self.is_compared(line["adapter"], line["created_at"])
+        ]
+
+    @property
+    def comparison(self) -> Comparison:
+        """What these say."""
+        compared = [
+            Compared(line["outcome"], line["adapter"] == self.canary, line["log_ratio"])
+            for line in self.compared
         ]
         return Comparison(compared, self.share)

@@ -32,6 +32,7 @@ from proxy.settings.section import Section
 from proxy.store.curation import MAX_VALUE_CHARS
 from trainer.cluster.rank_zero import RankZero
 from trainer.errors import TrainingError, WeightSyncError
+from trainer.extras.learn.canary import Comparison
 from trainer.extras.learn.config import LearnConfig
 from trainer.extras.learn.gates import as_json, refusals
 from trainer.extras.learn.journal import History, Journal
@@ -193,8 +194,8 @@ class DailyLearner:
                 [mark_fields(each) for each in session.marks],
             ),
         )
-        held = "held out, never trained; " if held_out and found.trains else ""
-        await self._say(session.session_id, (held + found.text)[:MAX_VALUE_CHARS])
+        line = self.history.sessions[session.session_id]
+        await self._say(session.session_id, _text_of(line)[:MAX_VALUE_CHARS])
 
     def _first_outcome(
         self, found: Judged, log_ratio: float | None
@@ -224,8 +225,13 @@ class DailyLearner:
         statistics = {"better": found.better, "worse": found.worse, "alpha": settings.alpha}
         harmful = verdict == "rollback" and by != "undecided"
         aside = {"set_aside": self.history.updates[canary]["sessions"]} if harmful else {}
-        self._write(verdict, number=canary, by=by, well=found.counts, **statistics, **aside)
+        stable = self.history.stable
+        counted = [line["session"] for line in self.history.compared]
+        more = {**statistics, **aside, "compared": counted}
+        self._write(verdict, number=canary, by=by, well=found.counts, **more)
         await self._assign(done=order)
+        said = decided(verdict, canary, stable, by, found, settings.alpha)
+        await self._tell(counted, said)
 
     async def _update_if_due(self) -> None:
         history, settings = self.history, self.config.update
@@ -283,8 +289,14 @@ class DailyLearner:
         self._write("gate", number=number, passed=not why, measures=as_json(done.measures), why=why)
         if why:
             self._roll_back(number, "gate", why)
-            return
-        await self._begin_canary(number)
+            said = f"refused by a gate: {'; '.join(why)}"
+        else:
+            await self._begin_canary(number)
+            began = self.history.canary == number
+            said = f"compared with {parent} from now on" if began else "refused by an engine"
+        learned_by = self.history.updates[number]
+        trained = [*learned_by["sessions"], *learned_by["replayed"]]
+        await self._tell(trained, f"learned by adapter {number}, {said}")
 
     async def _begin_canary(self, number: int) -> None:
         try:
@@ -393,6 +405,13 @@ class DailyLearner:
             if is_over(folder.name):
                 shutil.rmtree(folder)
 
+    async def _tell(self, sessions: Sequence[str], said: str) -> None:
+        """Shows at each of these sessions why it was judged so, and what was decided with it."""
+        said = said[: MAX_VALUE_CHARS * 3 // 4]
+        for name in sessions:
+            why = _text_of(self.history.sessions[name])
+            await self._say(name, f"{why[: MAX_VALUE_CHARS - len(said) - 2]}; {said}")
+
     async def _say(self, session_id: str, text: str) -> None:
         try:
             await self.recorder.say(self.policy, session_id, text)
@@ -404,9 +423,32 @@ class DailyLearner:
         self.history.take(self.journal.write(kind, **more))
 
 
+def decided(
+    verdict: str, canary: int, stable: int, by: str, found: Comparison, alpha: float
+) -> str:
+    """What the page says of a decision, at each session that counted for it.
+
+    Example: `counted for adapter 5 beside 3: promote by test; went well 9 of 10, 4 of 11; evidence
+    that it is better 21.3, worse 0.2, of 20`
+    """
+    well = ", ".join(f"{good} of {count}" for good, count in found.counts.values())
+    return (
+        f"counted for adapter {canary} beside {stable}: {verdict} by {by}; went well {well};"
+        f" evidence that it is better {found.better:.3g}, worse {found.worse:.3g}, of {1 / alpha:g}"
+    )
+
+
 def _of_line(line: Mapping[str, Any]) -> Judged:
     turns = {int(turn): value for turn, value in line["turns"].items()}
-    return Judged(line["session"], line["value"], turns)
+    findings = tuple(line["findings"])
+    return Judged(line["session"], line["value"], turns, findings, line["barred"])
+
+
+def _text_of(line: Mapping[str, Any]) -> str:
+    """What the page says of a judged session."""
+    found = _of_line(line)
+    held = "held out, never trained; " if line["held_out"] and found.trains else ""
+    return held + found.text
 
 
 def _adapter(session: Session, turns: Sequence[Turn], policy: str) -> int | None:

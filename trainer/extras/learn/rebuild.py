@@ -138,7 +138,7 @@ def _rewritten(
         if line["kind"] in ("update", "gate", "canary") and number in renamed.keys() - changed:
             continue  # nothing of its batch is left
         told: dict[str, Any] = dict(line)
-        for key in ("sessions", "replayed", "set_aside"):
+        for key in ("sessions", "replayed", "set_aside", "compared"):
             if key in told:
                 told[key] = [each for each in told[key] if each not in sessions]
         for key in ("number", "parent", "stable"):

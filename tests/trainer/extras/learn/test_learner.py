@@ -60,13 +60,22 @@ async def test_a_better_adapter_is_promoted_and_a_worse_one_rolled_back(
         assert days.state["share"] == 0.5
         update = learner.history.updates[1]
         assert sorted(update["sessions"]) == [f"first-{n}" for n in range(4)]
-        assert days.said["first-0"] == "+1.00: rated 1 (rating +1.00)"
-        assert days.said["first-1"] == "-1.00: rated 0 (rating -1.00)"
+        learned = "; learned by adapter 1, compared with 0 from now on"
+        assert days.said["first-0"] == f"+1.00: rated 1 (rating +1.00){learned}"
+        assert days.said["first-1"] == f"-1.00: rated 0 (rating -1.00){learned}"
         await compare(days, learner, [True] * 3)
         promoted = next(line for line in learner.journal.lines if line["kind"] == "promote")
         assert promoted["by"] == "test"
         assert promoted["better"] == pytest.approx(127 / 7)
         assert promoted["well"] == {"canary": [3, 3], "stable": [0, 3]}
+        names = {f"compare-1-{n}-{arm}" for n in range(3) for arm in "cs"}
+        assert set(promoted["compared"]) == names
+        assert days.said["compare-1-2-c"] == (
+            "+1.00: rated 1 (rating +1.00); counted for adapter 1 beside 0: promote by test;"
+            " went well 3 of 3, 0 of 3; evidence that it is better 18.1, worse 0.143, of 10"
+        )
+        assert all("promote by test" in days.said[name] for name in names)
+        assert "counted" not in days.said["first-0"]
         assert learner.history.stable == 1
         assert learner.history.canary == 2
         assert learner.history.updates[2]["parent"] == 1
@@ -201,6 +210,8 @@ async def test_an_adapter_that_a_gate_refuses_serves_nobody(
         await learner.tick()
         assert kinds(learner) == ["begin", "update", "gate", "rollback"]
         assert why in learner.journal.lines[-1]["why"][0]
+        assert "learned by adapter 1, refused by a gate: " in days.said["first-0"]
+        assert why in days.said["first-0"]
         assert not engine.adapters
         assert not days.published
         await learner.tick()
