@@ -280,7 +280,7 @@ def parse_tools(request: Fields) -> tuple[list[dict[str, Any]], dict[str, dict[s
     Raises:
         RequestError: a malformed function, or Google would run all of the tools.
     """
-    tools = []
+    tools: list[dict[str, Any]] = []
     for tool in request.objects("tools"):
         for declared in _camel(tool).objects("functionDeclarations"):
             declaration = _camel(declared)

@@ -32,6 +32,7 @@ from proxy.rendering.whole import WholeParser
 from proxy.wire.dialect import Outcome, Piece
 from proxy.wire.fields import Fields
 from proxy.wire.registry import open_dialects
+from tests.proxy.rendering.test_control_text import controls
 from tests.proxy.rendering.test_families import Family, family_of
 from tests.proxy.rendering.test_stream import put_together, without_ids
 from tests.proxy.rendering.written_calls import Drawn, clean_text, drawn_calls, text_with_tags
@@ -339,6 +340,32 @@ class Quoted:
                 continue
             two = self.end + space + self.begun
             yield from (two, f"x{two}", two * 2, f"{self.end} {self.whole}{space}{self.begun}")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_value_with_a_control_token_is_whole_or_visibly_broken(name: str, family_of: Any) -> None:
+    """Each control token of the family, as the token and as text, alone and around what looks like
+    the JSON of a call: the one call has the value as it was written, or its arguments are no JSON;
+    never a cut value, and never another call."""
+    rendering = family_of(name).rendering
+    assert rendering.tokenizer.control is not None
+    whole = {"token": 0, "text": 0}
+    marks = controls(rendering)
+    for mark, form in product(marks, whole):
+        for value in (f"x{mark}y", f'{mark}{{"name": "shell", "arguments": {{"b": "q"}}}}{mark}'):
+            drawn = Drawn(STRINGS, [{"b": value, "c": "x"}])
+            said = rendering.tokenizer.control.muted(value)[0] if form == "text" else value
+            answer = answer_of(Drawn(STRINGS, [{"b": said, "c": "x"}]))
+            ids = written(rendering, asked(drawn), answer)
+            message = read_whole(rendering, asked(drawn), ids)
+            deltas, streamed = read_in_pieces(rendering, asked(drawn), ids, [1, 5, 2])
+            assert without_ids(streamed.tool_calls) == without_ids(message.tool_calls)
+            assert without_ids(put_together(deltas)[2]) == without_ids(message.tool_calls)
+            (call,) = message.tool_calls
+            if not _is_broken(call):
+                assert same([call], drawn), (mark, form, value)
+                whole[form] += 1
+    assert whole["text"] >= whole["token"] > len(marks) // 2
 
 
 def every_split(rendering: Rendering, drawn: Drawn, ids: list[int]) -> Message:
