@@ -5,7 +5,7 @@
     python -m examples.images.make_model --agent claude-code --out .cache/images/claude_code
 
 For Claude Code, the folders of the tasks are made, too, each with its screen. In the warm-up
-someone presses any of the buttons of a screen, until the model presses one of them nearly always:
+someone presses any of the buttons of a screen, so that the model presses one of them nearly always:
 the right one on a third of the screens. A model for Claude Code sees the short conversations first.
 """
 
@@ -41,6 +41,8 @@ from examples.starter_model.tokenizer import train_tokenizer
 WORDS = 1024
 CONTEXT_TOKENS = 1024
 BATCH = 16
+STEPS = 400
+"""Of the warm-up with each kind of conversation; the learning rate falls to 0."""
 _VISION_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _WIDTH = 128
 _PLACE_TOKENS = 3
@@ -51,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--agent", choices=AGENTS, default="openai-sdk")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--pressed", type=float, default=0.95, help="screens with a button pressed")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a warm-up ({STEPS})")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     shutil.rmtree(given.out, ignore_errors=True)
@@ -66,17 +68,16 @@ def main() -> None:
     model = _model(processor.tokenizer)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} weights")
     lessons = [Lesson(processor, AGENTS["openai-sdk"], given.seed)]
-    _warm_up(model, lessons, given.pressed)
+    _warm_up(model, lessons, given.steps)
     if given.agent != "openai-sdk":
         lessons.append(Lesson(processor, conversation, given.seed))
-        _warm_up(model, lessons, given.pressed)
+        _warm_up(model, lessons, given.steps)
     ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     save_model(model, given.out, end_of_turn=ends[0], padding=ends[1])
 
 
-def _warm_up(model: Any, lessons: Sequence[Lesson], pressed: float) -> None:
-    """Until the mean probability that any button is pressed is `pressed` in the last steps of the
-    last lesson."""
+def _warm_up(model: Any, lessons: Sequence[Lesson], steps: int) -> None:
+    """Each step has a batch of each of the lessons."""
     layers = (model.model.language_model.layers, model.model.visual.blocks)
     matrices = [w for part in layers for w in part.parameters() if w.ndim == 2]
     chosen = {id(weight) for weight in matrices}
@@ -86,9 +87,8 @@ def _warm_up(model: Any, lessons: Sequence[Lesson], pressed: float) -> None:
         torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     rate = 3e-3 / len(lessons)
-    known: list[float] = []
     started = time.monotonic()
-    while sum(known[-8:]) < 8 * pressed:
+    for step in range(1, steps + 1):
         for lesson in lessons:
             losses = _losses(model, lesson)
             places = losses[:, -_PLACE_TOKENS - 1 :]
@@ -97,15 +97,15 @@ def _warm_up(model: Any, lessons: Sequence[Lesson], pressed: float) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, (len(known) + 1) / 20)
+                group["lr"] = rate * min(1.0, step / 20, 2 * (1 - step / (steps + 1)))
             optimizer.step()
             optimizer.zero_grad()
-        likely = (-places.detach()[:, :-1].sum(1)).exp().mean()
-        known.append(float(likely) * len(COLOURS))  # someone pressed one of them by chance
-        if len(known) % 10 == 1:
+        if step % 10 == 0 or step == steps:
+            likely = (-places.detach()[:, :-1].sum(1)).exp().mean()
+            pressed = float(likely) * len(COLOURS)  # someone pressed one of them by chance
             seconds = time.monotonic() - started
-            said_so_far = f"loss {loss.item():.3f}  pressed {known[-1]:.2f}  {seconds:.0f} s"
-            print(f"warm-up {len(known)}  {said_so_far}", flush=True)
+            said_so_far = f"loss {loss.item():.3f}  pressed {pressed:.2f}  {seconds:.0f} s"
+            print(f"warm-up {step}/{steps}  {said_so_far}", flush=True)
 
 
 def _losses(model: Any, lesson: Lesson) -> Tensor:
