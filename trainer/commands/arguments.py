@@ -110,6 +110,22 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="new, or of an interrupted command"
     )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run them with Ray Tune: auto, HOST:PORT, or local for a cluster of this machine",
+    )
+    parser.add_argument("--cpus", type=float, default=1.0, help="of a run on Ray (default: 1)")
+    parser.add_argument("--gpus", type=float, default=0.0, help="of a run on Ray (default: 0)")
+    parser.add_argument(
+        "--scheduler",
+        choices=("fifo", "asha", "median_stopping_rule"),
+        default="fifo",
+        help="Ray Tune's: which runs it ends early, by the reward of their steps (default: none)",
+    )
+    parser.add_argument(
+        "--grace", type=int, metavar="STEPS", default=10, help="no run ends before (default: 10)"
+    )
 
 
 def _status(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +227,7 @@ COMMANDS = {
     ),
     "sweep": CommandLine(
         "Runs a configuration with several values of some keys (seed=0..4, "
-        "optimizer.lr=1e-4,5e-4), one run after another, and compares them.",
+        "optimizer.lr=1e-4,5e-4), one run after another or with Ray Tune, and compares them.",
         _sweep,
         "trainer.commands.sweep",
     ),

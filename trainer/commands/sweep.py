@@ -5,7 +5,8 @@
 
 Each combination is a run of its own in `--out`, as `agentic-train` alone would do it. The same
 command goes on where it was interrupted: runs that are done stay, one that was interrupted is
-resumed. Runs that differ in their seed only are one row of the table at the end.
+resumed. Runs that differ in their seed only are one row of the table at the end. With `--ray`, Ray
+Tune runs them on a cluster, whose nodes all see `--out`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from proxy.errors import ConfigurationError
 from proxy.run_files.intervals import change_of_means, mean_interval, wilson_interval
+from proxy.settings.late_section import load_extra
 from trainer.commands.eval import aligned
 from trainer.commands.runs import reporting
 from trainer.errors import ConfigError
@@ -75,22 +79,55 @@ def sweep(arguments: argparse.Namespace, run: Run) -> int:
     trials, fixed = trials_of(arguments.words)
     given = [word for path in arguments.config for word in ("--config", str(path))]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    outcomes: dict[str, Outcome] = {}
-    for number, trial in enumerate(trials, 1):
+    wanted: dict[str, Sequence[str]] = {}
+    for trial in trials:
         folder = arguments.out / trial.name
-        if outcome_of(folder).status != "done":
-            print(f"[{number}/{len(trials)}] {trial.name}", flush=True)
-            if (folder / "config.yaml").is_file():
-                code = run(["resume", str(folder)])
-            else:
-                own = [f"{key}={value}" for key, value in trial.values.items()]
-                code = run([*given, *fixed, *own, f"trainer.run_dir={folder}"])
-            if code >= 128 or code < 0:
-                print(f"interrupted; the same command continues with the runs in {arguments.out}")
-                return code if code > 0 else 128 - code
-        outcomes[trial.name] = outcome_of(folder)
+        if outcome_of(folder).status == "done":
+            continue
+        if (folder / "config.yaml").is_file():
+            wanted[trial.name] = ["resume", str(folder)]
+        else:
+            own = [f"{key}={value}" for key, value in trial.values.items()]
+            wanted[trial.name] = [*given, *fixed, *own, f"trainer.run_dir={folder}"]
+    code = _on_ray(wanted, arguments) if arguments.ray else _in_turn(trials, wanted, run)
+    if code:
+        print(f"interrupted; the same command continues with the runs in {arguments.out}")
+        return code
+    outcomes = {trial.name: outcome_of(arguments.out / trial.name) for trial in trials}
     print(table(trials, outcomes))
     return int(any(outcome.status != "done" for outcome in outcomes.values()))
+
+
+def _in_turn(trials: Sequence[Trial], wanted: Mapping[str, Sequence[str]], run: Run) -> int:
+    """Returns 0, or the exit code of a run that was interrupted."""
+    for number, trial in enumerate(trials, 1):
+        if trial.name not in wanted:
+            continue
+        print(f"[{number}/{len(trials)}] {trial.name}", flush=True)
+        code = run(wanted[trial.name])
+        if code >= 128 or code < 0:
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def _on_ray(wanted: Mapping[str, Sequence[str]], arguments: argparse.Namespace) -> int:
+    """Returns 0, or as `_in_turn`. Raises ConfigError."""
+    if not wanted:
+        return 0
+    try:
+        run_all = load_extra("trainer.extras.ray.sweep:run_all")
+    except ConfigurationError as error:
+        raise ConfigError(f"--ray needs Ray Tune ({error}): pip install 'ray[tune]'") from error
+    code: int = run_all(
+        {arguments.out / name: words for name, words in wanted.items()},
+        address=arguments.ray,
+        cpus=arguments.cpus,
+        gpus=arguments.gpus,
+        scheduler=arguments.scheduler,
+        grace_steps=arguments.grace,
+        say=partial(print, flush=True),
+    )
+    return code
 
 
 def _own_process(words: Sequence[str]) -> int:

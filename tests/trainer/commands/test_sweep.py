@@ -84,7 +84,7 @@ class Runs:
 @pytest.fixture
 def arguments(tmp_path: Path) -> argparse.Namespace:
     words = ["seed=0..2", "trainer.steps=3"]
-    return argparse.Namespace(config=[Path("a.yaml")], words=words, out=tmp_path / "out")
+    return argparse.Namespace(config=[Path("a.yaml")], words=words, out=tmp_path / "out", ray=None)
 
 
 def test_an_interrupted_sweep_goes_on_where_it_was(
