@@ -93,7 +93,7 @@ def _run(command: Command) -> int:
         from trainer.start import begin, check_only, resume
 
     if name == "resume":
-        if not rest or "=" in rest[0]:
+        if not rest or ("=" in rest[0] and not Path(rest[0]).is_dir()):  # a sweep's are seed=0
             raise ConfigError("resume: give the run's folder, like runs/quickstart")
         return resume(Path(rest[0]), sources)
     if not sources.paths:
