@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from proxy.run_files.intervals import change_of_means, mean_interval
+from trainer.cli import main
 from trainer.commands.sweep import Outcome, outcome_of, sweep, table, trials_of
 from trainer.errors import ConfigError
+from trainer.settings.values import Sources
 
 
 def test_every_combination_is_a_run_and_seeds_are_last() -> None:
@@ -107,6 +109,41 @@ def test_an_interrupted_sweep_goes_on_where_it_was(
     said = capsys.readouterr().out
     assert "[2/3] seed=1" in said
     assert "all      3     0.500   0.750 [0.750, 0.750]" in said
+
+
+def test_the_command_understands_what_a_sweep_says_to_it(
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the command itself, only what trains is replaced."""
+    runs, resumed = Runs(), []
+    runs.codes = [130]
+    arguments.config[0] = arguments.out.parent / "a.yaml"
+    arguments.config[0].write_text("{}")
+
+    def begin(sources: Sources) -> int:
+        return runs([f"trainer.run_dir={sources.values['trainer']['run_dir']}"])
+
+    def resume(folder: Path, sources: Sources) -> int:
+        resumed.append((folder, sources.paths))
+        return runs(["resume", str(folder)])
+
+    monkeypatch.setattr("trainer.start.begin", begin)
+    monkeypatch.setattr("trainer.start.resume", resume)
+    assert sweep(arguments, main) == 130
+    assert sweep(arguments, main) == 0
+    first = arguments.out / "seed=0"
+    assert resumed == [(first, [first / "config.yaml"])]
+    assert sorted(path.name for path in arguments.out.glob("seed=*")) == [
+        *("seed=0", "seed=1", "seed=2"),
+    ]
+
+
+@pytest.mark.parametrize("words", [["resume"], ["resume", "trainer.steps=3"]])
+def test_resume_asks_for_the_folder_that_it_was_not_given(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert "give the run's folder" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_does_not_end_the_sweep(
