@@ -6,19 +6,22 @@ tools are marked before they are rendered: `MUTE` is put into each control token
 and the tokenizer encodes such a text without its control tokens, and without the marks.
 
 Invariant: the ids of a muted text decode to the text without marks, none of them is a control token
-that a mark is in, and they depend on the text alone. A text without control tokens is not touched.
+that a mark is in, and they depend on the text alone. A text without control tokens is not touched,
+and no text can hold a mark of its own: the mark is drawn when the process starts.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 from typing import Any
 
 import orjson
 from tokenizers import Tokenizer as FastTokenizer
 
-MUTE = "\ufdd0"
-"""A noncharacter of Unicode, which no text should contain."""
+MUTE = "".join(chr(0xFDD0 + secrets.randbelow(32)) for _ in range(16))
+"""80 random bits, written as noncharacters of Unicode, for which no vocabulary has a token. A text
+may contain any of them, for example one about Unicode."""
 
 
 class ControlText:

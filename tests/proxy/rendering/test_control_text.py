@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,27 @@ def test_no_text_of_a_user_or_tool_becomes_a_control_token(name: str, tmp_path: 
         as_json = orjson.dumps(text).decode()[1:-1]  # Llama 3 quotes results
         assert written.count(text) + (as_json != text and written.count(as_json)) == 2
         assert rendering.full(Conversation(asked(text, text), [TOOL])).tolist() == forged
+
+
+NONCHARACTERS = "".join(map(chr, [0xFDD0, *range(0xFDD2, 0xFDF0), 0xFFFE, 0x10FFFF]))
+"""All but that of images, which a dialect replaces by U+FFFD in texts (`wire.images.settle`)."""
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "template"])
+def test_noncharacters_in_a_text_are_kept(name: str, tmp_path: Path) -> None:
+    template = "plain.jinja" if name == "template" else "qwen3.jinja"
+    checkpoint = write_checkpoint(tmp_path, template=template)
+    tokenizer = load_tokenizer(checkpoint)
+    if name == "gpt-oss":
+        tokenizer = HarmonyTokenizer(tokenizer)
+    rendering = with_its_tokens(tokenizer, name, checkpoint)
+    text = f"A {NONCHARACTERS} b{controls(rendering)[0]}{NONCHARACTERS}"
+    call = ToolCall("call_0", "shell", json.dumps({"command": text}, ensure_ascii=False))
+    messages = [Message("user", text), Message("assistant", "", None, [call])]
+    written = rendering.tokenizer.decode(rendering.full(Conversation(messages, [TOOL])).tolist())
+    assert written.count(text) >= 1
+    if name != "gpt-oss":
+        assert written.count(NONCHARACTERS) == 4
 
 
 def test_bridge_mutes_new_texts_and_leaves_the_recorded_ones(rendering: Rendering) -> None:
