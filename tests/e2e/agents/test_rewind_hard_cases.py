@@ -4,7 +4,6 @@ compaction, answers that were cut; and `kill -9` of the proxy while such a sessi
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.e2e.agents.rewind.rewound import Answers, Rewinder
 from tests.e2e.agents.test_agents import PROMPT, example, trial
 from tests.e2e.agents.test_agents import pytestmark as needs_agents
 from tests.e2e.agents.test_hard_cases import HAND_OUT, hands_out, summarises, without
+from tests.e2e.agents.test_proxy_killed_during_tools import gate
 from tests.e2e.test_proxy_killed import ADMIN_KEY, Proxy
 from tests.proxy.conftest import StartProxy
 
@@ -85,9 +85,7 @@ async def test_proxy_killed_while_sub_agents_are_replayed(
     rendering: Rendering, checkpoint: Path, tmp_path: Path, unused_tcp_port: int
 ) -> None:
     """The tool of one sub-agent waits while the proxy is killed and started again."""
-    began, go_on = tmp_path / "began", tmp_path / "go-on"
-    os.mkfifo(began)
-    os.mkfifo(go_on)
+    began, go_on, command = gate(tmp_path, with_sub_agents())
     work = f"test {{part}} = TWO || {{{{ echo > {began}; cat {go_on}; }}}}; echo {{part}} >> parts"
     script = text_script(
         lambda prompt: hands_out(prompt, work),
@@ -103,7 +101,7 @@ async def test_proxy_killed_while_sub_agents_are_replayed(
             async with ProxyClient(proxy.url, ADMIN_KEY) as control:
                 trials = tmp_path / "trials"
                 running = asyncio.create_task(
-                    trial(control, with_sub_agents(), trials, HAND_OUT, origin=origin)
+                    trial(control, command, trials, HAND_OUT, origin=origin)
                 )
                 await asyncio.to_thread(began.read_text)
                 if origin is not None:
