@@ -398,6 +398,14 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                 _one("WaitFor", timeout=1, task_id=" é  "),
                 _one("TaskOutput", task_id="{seen:task_id: (\\S+)}"),
             ),
+            designs=(
+                Design(
+                    "resumed session",
+                    _lacks_first("ReadMediaFile", "Part 2"),
+                    "at times the first request of a resumed session lacks the tool ReadMediaFile, "
+                    "which its next request offers again",
+                ),
+            ),
         ),
         Agent(
             "cline",
@@ -562,6 +570,20 @@ def _mentions(words: str, *causes: ForkCause) -> Callable[[Turn, Conversation], 
         texts = [m.text for m in conversation.messages if m.role != "tool"]
         calls = [call.name for m in conversation.messages for call in m.tool_calls]
         return turn.fork_cause in causes and any(words in t for t in (*texts[-3:], *calls[-2:]))
+
+    return matches
+
+
+def _lacks_first(tool: str, part: str) -> Callable[[Turn, Conversation], bool]:
+    """The fork of a part's first request that lacks the tool, and that of the one after it, which
+    has the answer to the first in its history."""
+
+    def matches(turn: Turn, conversation: Conversation) -> bool:
+        offered = any(each["function"]["name"] == tool for each in conversation.tools)
+        tail = [m for m in conversation.messages[-8:] if m.role == "assistant"]
+        begun = any(part in m.text for m in conversation.messages[-8:] if m.role == "user")
+        cause = ForkCause.FOREIGN_ASSISTANT if offered else ForkCause.TOOLS_CHANGED
+        return begun and turn.fork_cause is cause and len(tail) <= 2
 
     return matches
 

@@ -177,6 +177,8 @@ class Writer:
         return self.tokenizer.encode(self.text(answer, tools))
 
     def text(self, answer: Message, tools: list[dict[str, Any]]) -> str:
+        # gpt-oss's own template refuses a function without a description, which APIs allow.
+        tools = [tool | {"function": {"description": "", **tool["function"]}} for tool in tools]
         asked = [{"role": "user", "content": "Go."}]
         prompt = self._template.render(asked, tools, add_generation_prompt=True)
         message = self._message(answer)

@@ -20,7 +20,7 @@ from agent_loop.trial.config import TrialConfig
 from proxy.conversation.json_values import parsed_arguments
 from proxy.conversation.messages import load_answer
 from proxy.conversation.recorded import load_conversation
-from proxy.records import SessionKind, Turn, TurnStatus
+from proxy.records import ForkCause, SessionKind, Turn, TurnStatus
 from tests.e2e.agents.census.agents import Agent
 from tests.e2e.agents.census.families import Writer
 from tests.e2e.agents.census.policy import SUMMARY, Plan, Policy, Written, offered_tools, role_of
@@ -266,7 +266,17 @@ def fork_reason(agent: Agent, turns: Sequence[Turn], turn: Turn) -> str | None:
     role = role_of(found.conversation)
     if role in ("sub-agent", "summary"):
         return "compaction" if role == "summary" else role
+    if turn.fork_cause is ForkCause.ROLLED_BACK and _sub_agent_was_first(turns, turn):
+        return "sub-agent"
     return next((d.name for d in agent.designs if d.matches(turn, found.conversation)), None)
+
+
+def _sub_agent_was_first(turns: Sequence[Turn], turn: Turn) -> bool:
+    """Whether only sub-agents that inherit the history have continued the turn before the main
+    agent did, whose request then is the fork."""
+    earlier = [each for each in turns[: turn.index] if each.parent == turn.parent]
+    found = [load_conversation(turns, each.index) for each in earlier]
+    return all(each and role_of(each.conversation) == "sub-agent" for each in found)
 
 
 def _fork(turns: Sequence[Turn], turn: Turn) -> str:
