@@ -337,7 +337,7 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                 Design(
                     "resumed session",
                     _mentions("Part 2: ", ForkCause.NEW_CONVERSATION),
-                    "from version 0.24 on, a resumed session begins with the folder's new listing",
+                    "a resumed session begins with the folder's new listing",
                 ),
             ),
         ),
@@ -402,7 +402,7 @@ def agents(root: Path = AGENTS) -> dict[str, Agent]:
                 Design(
                     "resumed session",
                     _lacks_first("ReadMediaFile", "Part 2"),
-                    "at times the first request of a resumed session lacks the tool ReadMediaFile, "
+                    "the first request of a resumed session lacks the tool ReadMediaFile, "
                     "which its next request offers again",
                 ),
             ),
