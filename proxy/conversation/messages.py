@@ -200,6 +200,9 @@ def _apart(messages: Sequence[Message]) -> Iterator[Message]:
     at = 0
     while at < len(messages):
         message, at = messages[at], at + 1
+        if len(message.tool_calls) < 2:
+            yield message
+            continue
         answers = _answers_in(message)
         if len(answers) < 2:
             yield message

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 
 from proxy.engines.protocol import Engine
@@ -75,11 +74,21 @@ class Incident:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One call of an engine."""
+    """One call of an engine; a context in which it samples for the answer."""
 
+    blame: Blame
+    engine: Engine
     suspicion: Suspicion
-    begun_at: float
+    begun_at: float = 0.0
     has_tokens: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Attempt:
+        self.blame.begin(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.blame.end(self)
 
 
 class Blame:
@@ -95,26 +104,29 @@ class Blame:
         self._guilty: OrderedDict[bytes, float] = OrderedDict()
         self._changed = asyncio.Event()
 
-    @contextmanager
-    def attempt(self, engine: Engine, suspicion: Suspicion) -> Iterator[Attempt]:
-        """A context in which the engine samples for this answer."""
-        loop = asyncio.get_running_loop()
-        attempt = Attempt(suspicion, loop.time())
+    @property
+    def has_reserved(self) -> bool:
+        """Whether an engine is reserved for a suspect."""
+        return bool(self._reserved)
+
+    def begin(self, attempt: Attempt) -> None:
+        """The engine begins to sample."""
+        loop, engine = asyncio.get_running_loop(), attempt.engine
+        attempt.begun_at = loop.time()
         self._running.setdefault(engine, set()).add(attempt)
-        timer = None
-        if self._reserved.get(engine) is suspicion:
-            timer = loop.call_later(UNPROVEN_S, self._free, engine, suspicion)
-        try:
-            yield attempt
-        finally:
-            running = self._running[engine]
-            running.discard(attempt)
-            if not running:
-                del self._running[engine]
-            if timer is not None:
-                timer.cancel()
-            if self._reserved:
-                self._free(engine, suspicion)
+        if self._reserved.get(engine) is attempt.suspicion:
+            attempt.timer = loop.call_later(UNPROVEN_S, self._free, engine, attempt.suspicion)
+
+    def end(self, attempt: Attempt) -> None:
+        """The engine has answered or failed."""
+        running = self._running[attempt.engine]
+        running.discard(attempt)
+        if not running:
+            del self._running[attempt.engine]
+        if attempt.timer is not None:
+            attempt.timer.cancel()
+        if self._reserved:
+            self._free(attempt.engine, attempt.suspicion)
 
     def sampled(self, engine: Engine, attempt: Attempt) -> None:
         """The engine has sampled tokens. Called for each chunk."""

@@ -270,7 +270,7 @@ class Generation:
             engine = await self._next()
             self.state = GenerationState.SAMPLING
             try:
-                with self._replicas.blame.attempt(engine, self._suspicion) as attempt:
+                with Attempt(self._replicas.blame, engine, self._suspicion) as attempt:
                     check = self._check_of(engine)
                     call = _EngineCall(engine, len(self._ids), check, attempt, take, resumed)
                     await self._call(call)

@@ -130,7 +130,8 @@ class Router:
     def may_read_images(self) -> bool:
         """Whether any replica prepares images, or may do so once it has been asked, or is still to
         be added."""
-        return any(info.images is not False for info in self.infos) or not self._engines
+        engines = self._engines.values()
+        return not engines or any(engine.info.images is not False for engine in engines)
 
     def image_readers(self) -> list[Engine]:
         """The replicas that prepare images, the healthy and least loaded ones first."""
@@ -288,6 +289,8 @@ class Router:
 
     def closed_to(self, suspicion: Suspicion) -> Set[Engine]:
         """Implements `Replicas`."""
+        if not self.blame.has_reserved:
+            return frozenset()
         healthy = [engine for engine in self._engines.values() if engine.info.healthy]
         return self.blame.closed_to(suspicion, healthy)
 

@@ -113,11 +113,12 @@ class AgentEndpoints:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Raises web.HTTPNotFound for a GET of a response, which is not kept."""
-        gemini = addressed(request.path, request.query.get("alt", ""))
+        path = request.path
+        gemini = addressed(path, request.query.get("alt", "")) if ":" in path else None
         if gemini is not None and request.method == "POST":
             trial, route, dialect = gemini
             return await self._handled(Exchange(request, dialect, trial, route, self._held()))
-        trial, route = split_path(request.path)
+        trial, route = split_path(path)
         if request.method == "GET" and route == "responses":
             return _no_websocket(request)
         named = self._dialects.get(route.removesuffix(COUNT))

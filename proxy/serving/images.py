@@ -80,8 +80,9 @@ class Images:
     def new(self, live: LiveSession) -> SentImages | None:
         """Takes the images of a request; None: no engine reads them, and they are shown as
         texts."""
-        may_read = self._router.may_read_images or live.tree.has_images
-        if self._rendering.image_token is None or not may_read:
+        if self._rendering.image_token is None:
+            return None
+        if not (self._router.may_read_images or live.tree.has_images):
             return None
         return SentImages(self._urls, documents=self._pages is not None)
 

@@ -83,7 +83,8 @@ class IncomingCalls:
         if request.past_calls:
             tools, session_id = self._backend.provider_tools, live.session.session_id
             await tools.fill(session_id, live.results, request)
-        await self._learn_images(live, request)
+        if request.images is not None:
+            await self._learn_images(live, request, request.images)
         conversation, large = request.conversation, request.is_large
         tidied = live.returned.recover(conversation)
         recognised = await self._recognised(live, conversation, large=large)
@@ -128,15 +129,14 @@ class IncomingCalls:
         if self._latest.get(key) is call:
             del self._latest[key]
 
-    async def _learn_images(self, live: LiveSession, request: Call) -> None:
+    async def _learn_images(self, live: LiveSession, request: Call, sent: SentImages) -> None:
         """Raises EngineError."""
-        if request.images is not None:
-            images, conversation = self._backend.images, request.conversation
-            request.notes += await images.learn(conversation, request.images, live)
+        request.notes += await self._backend.images.learn(request.conversation, sent, live)
 
     async def count_tokens(self, live: LiveSession, request: Call) -> int:
         """Number of tokens of a prompt. Raises RequestError and EngineError."""
-        await self._learn_images(live, request)
+        if request.images is not None:
+            await self._learn_images(live, request, request.images)
         conversation = request.conversation
         await self._recognised(live, conversation, large=True)
         live.returned.recover(conversation)
@@ -189,6 +189,8 @@ class IncomingCalls:
         """Replaces the calls of the history that the agent's client has tidied and that were not
         compared with the recorded ones before. Returns them."""
         if conversation.raw is not None or conversation.continues is not None:
+            return []
+        if not live.tree.has_calls:
             return []
         since = live.tree.match(keys).answered + 1
         found = [

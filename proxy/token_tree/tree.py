@@ -215,6 +215,11 @@ class TokenTree:
             same = other is not None and self.nodes[other].answer_key == node.answer_key
             self._by_calls[chain] = node.index if same else None
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether a recorded answer has a call."""
+        return bool(self._by_call_id)
+
     def turns_of_call(self, call_id: str) -> list[int]:
         """The latest turns whose answer has a call with this id, of which there is one, unless
         the model wrote the id."""

@@ -137,7 +137,6 @@ class SentImages:
         self._urls = tuple(urls)
         self._documents = documents
         self._name = token_hex(8)
-        self._own = re.compile(f"{MARK}{self._name}([0-9a-f]{{64}}){MARK}")
 
     def taken(self, block: dict[str, Any], shown: str) -> str | None:
         """The mark of the image that a block holds; None if it has no bytes (a URL, a file's id),
@@ -177,7 +176,7 @@ class SentImages:
 
     def split(self, text: str) -> list[str]:
         """The text before the first image, its name, the text up to the next one, …"""
-        return self._own.split(text)
+        return re.split(f"{MARK}{self._name}([0-9a-f]{{64}}){MARK}", text)
 
     def shown(self, name: str) -> str:
         """The text that stands for an image or a link where no model reads it."""
