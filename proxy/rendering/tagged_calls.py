@@ -345,7 +345,9 @@ class _Reader:
         if argument.is_text is None:
             return declared.to_json(text, python_words=self._tags.python_words)
         if not argument.is_text:
-            return _JSON.to_json(text, python_words=False)
+            value = _JSON.to_json(text, python_words=False)
+            # A value that ended before, and has another one in it, is left without its last quote.
+            return value if self._tags.closes not in text or value == text.strip() else value[:-1]
         return orjson.dumps(text).decode()
 
     def _begun(self, pair: str, argument: _Argument, declared: ArgumentType, held_at: int) -> str:

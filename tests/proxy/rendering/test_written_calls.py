@@ -291,6 +291,24 @@ def test_value_with_a_familys_own_tags_is_whole_or_visibly_broken(
     check()
 
 
+def test_json_that_ended_before_a_literal_tag_is_visibly_broken(family_of: Any) -> None:
+    """DeepSeek V4 says that a value is JSON; then a text which is none is not a string instead."""
+    rendering = family_of("deepseek-v4").rendering
+    tags = rendering.family.tags
+    opens, closes = f'{tags.nests}"a" string="true">', f"{tags.closes}\n{tags.ends[0]}"
+    drawn = Drawn(
+        {"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}},
+        [{"a": {"a": {"a": opens}}, "c": closes}],
+    )
+    ids = rendered(rendering, asked(drawn), answer_of(drawn))
+    assert ids is not None
+    message = read_whole(rendering, asked(drawn), ids)
+    (call,) = message.tool_calls
+    assert _is_broken(call) or same([call], drawn)
+    _, streamed = read_in_pieces(rendering, asked(drawn), ids, [1])
+    assert streamed.tool_calls[0].arguments == call.arguments
+
+
 STRINGS: dict[str, Any] = {
     "type": "function",
     "function": {
