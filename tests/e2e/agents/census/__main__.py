@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,8 +41,6 @@ def checkpoint(family: str) -> Path:
     """The family's checkpoint in the cache."""
     folder = CACHE / "checkpoints" / family
     if not (folder / "chat_template.jinja").exists():
-        if not PACKAGES.exists():
-            sys.exit(f"{PACKAGES} does not exist: python -m benchmarks.install recipes makes it")
         write_family(FAMILIES[family], folder, PACKAGES)
     return folder
 
@@ -85,6 +84,21 @@ async def census(names: Sequence[str], families: Sequence[str], out: Path, again
                 sys.stderr.write(f"  {fault[:900]}\n")
 
 
+def _check_installed(agents_given: Sequence[str], every: Mapping[str, Agent]) -> None:
+    """Ends with what to install, all at once; says which agents are left out."""
+    there = {
+        "recipes": PACKAGES.exists(),
+        "reference": importlib.util.find_spec("trl") is not None,
+        "census": (AGENTS / "census").exists(),
+    }
+    if lacks := [name for name, is_there in there.items() if not is_there]:
+        sys.exit(f"first run: python -m benchmarks.install {' '.join(lacks)}")
+    if left := [
+        n for n, each in every.items() if n not in agents_given and not each.is_installed()
+    ]:
+        sys.stderr.write(f"not installed, and left out: {', '.join(left)}\n")
+
+
 def main() -> None:
     every = agents(AGENTS)
     known, there = list(every), [name for name, agent in every.items() if agent.is_installed()]
@@ -95,6 +109,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--page", type=Path, help="write the table into this page")
     given = parser.parse_args()
+    _check_installed(given.agents, every)
     asyncio.run(census(given.agents, given.families, given.out, given.again))
     rows = load_rows(given.out)
     print(table(rows))
