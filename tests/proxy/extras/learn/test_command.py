@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 from argparse import Namespace
@@ -103,12 +104,11 @@ async def test_a_learner_runs_as_long_as_the_recorder(
         extra, "_TRAIN", f"import signal; signal.pthread_sigmask(0, {{15}}); {program}"
     )
     file = tmp_path / "learn.yaml"
+    os.mkfifo(file.with_suffix(".runs"))
     learning = Learning([Recorder(policy="mine", folder=tmp_path / "mine")], [file])
     monkeypatch.setattr(LearnSection, "build", lambda _: learning)
     await start_proxy(**learners(tmp_path))
-    async with asyncio.timeout(30):
-        while not file.with_suffix(".runs").exists():  # noqa: ASYNC110 (another process writes it)
-            await asyncio.sleep(0.05)
+    await asyncio.wait_for(asyncio.to_thread(file.with_suffix(".runs").read_text), 30)
     await learning.close()
     assert file.with_suffix(".ended").exists()
 
