@@ -329,16 +329,18 @@ async def kill_loop(
     kills: int,
     seed: int,
     stop: asyncio.Event | None = None,
+    *,
+    least: int = 1,
 ) -> Report:
     """Raises AssertionError where an agent got an answer that is not a retryable refusal; every
     error has a note with the seed and what happened last.
 
-    `stop` ends the killing early.
+    `stop` ends the killing early. `least`: of the answers between two kills.
     """
     story: list[tuple[float, str]] = []
     """When something was killed, or a call had to be repeated, in Unix seconds."""
     try:
-        return await _kill(folder, targets, kills, random.Random(seed), stop, story)
+        return await _kill(folder, targets, kills, random.Random(seed), stop, story, least)
     except BaseException as error:
         now = time.time()
         last = (f"{now - at:.2f} s before: {what}" for at, what in story[-30:])
@@ -353,9 +355,11 @@ async def _kill(
     rng: random.Random,
     stop: asyncio.Event | None,
     story: list[tuple[float, str]],
+    least: int,
 ) -> Report:
     stop = stop or asyncio.Event()
-    sessions = TURNS_PER_KILL * (kills + 1) // AGENTS // TURNS_PER_SESSION + 1
+    # Twice: also for the answers that come while something is killed and started.
+    sessions = 2 * TURNS_PER_KILL * (kills + 1) // AGENTS // TURNS_PER_SESSION + 1
     killed: Counter[str] = Counter()
     async with scene(folder, targets, rng) as place:
         answered: asyncio.Queue[int] = asyncio.Queue()
@@ -375,7 +379,9 @@ async def _kill(
                 group.create_task(agent.run(random.Random(rng.random()), over)) for agent in agents
             ]
             while killed.total() < kills and not stop.is_set():
-                for _ in range(rng.randint(1, TURNS_PER_KILL)):
+                while not answered.empty():  # from before the last kill
+                    answered.get_nowait()
+                for _ in range(rng.randint(least, TURNS_PER_KILL)):
                     await answered.get()
                 await asyncio.sleep(rng.random() * 0.05)  # any moment of a call, not just its end
                 target = rng.choice(targets)
