@@ -141,7 +141,7 @@ def agent_environment(
     }
     own = agent.variables(placeholders(session, directory))
     inherited["PWD"] = os.getcwd()  # some agents read it instead of calling getcwd
-    noted = {notes.VARIABLE: str(directory / notes.FILE)}
+    noted = {notes.VARIABLE: str(directory / notes.FILE), notes.COMMAND: notes.own_command()}
     given = {**inherited, **session_variables(session), **noted, **own}
     kept = {name: value for name, value in given.items() if value is not None}
     return with_direct_hosts(kept, session.base_url)

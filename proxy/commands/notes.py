@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,16 @@ from proxy.errors import ConfigurationError
 THIS = "this"
 """The id that stands for the session of the agent in which the command runs."""
 VARIABLE = "AGENTIC_PROXY_NOTES"
+COMMAND = "AGENTIC_PROXY"
+"""The variable with the path of `agentic-proxy`, for shells whose profile sets another PATH."""
 FILE = "notes.jsonl"
 MAX_BYTES = 64 * 2**10
+
+
+def own_command() -> str:
+    """The command of this installation."""
+    beside = Path(sys.executable).with_name("agentic-proxy")
+    return str(beside) if beside.exists() else "agentic-proxy"
 
 
 def note(said: dict[str, Any]) -> None:

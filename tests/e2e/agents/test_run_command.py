@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from proxy.commands.agent_environment import FOLDER
+from tests.e2e.agents.model import play
 from tests.e2e.agents.test_agents import AGENTS, PROMPT, proxy
 from tests.needs import needs
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
@@ -183,6 +184,20 @@ async def test_user_rates_a_session_by_claude_codes_slash_command(
     assert "noted: it is kept when the agent ends" in await sent(proxy, "s")
     await run(proxy, tmp_path, "t", "--", "claude", "-p", "/tag topic=till")
     assert (await proxy.control.show("t"))["metadata"]["topic"] == "till"
+
+
+async def test_user_rates_a_session_by_codexs_skill(proxy: RunningProxy, tmp_path: Path) -> None:
+    """The model reads in the skill what to run, which the scripted one does, too."""
+    shutil.copytree(FOLDER / "commands/codex", tmp_path / "home/.codex/skills")
+    command = "${AGENTIC_PROXY:-agentic-proxy} sessions rate this"
+
+    def rates(prompt: str) -> str:
+        return play(prompt, [f"{command} down --comment 'It broke.'"] if command in prompt else [])
+
+    proxy.answers(rates)
+    said = await run(proxy, tmp_path, "s", "--", *CODEX[:-1], "$rate down, it broke the tests")
+    shown = await proxy.control.show("s")
+    assert [(each["key"], each["value"]) for each in shown["rewards"]] == [("rating", 0.0)], said
 
 
 async def test_claude_code_continues_its_last_conversation(
