@@ -45,7 +45,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train train-claude-code train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent red-team check format docs starter dist images locks sbom clean
+.PHONY: help setup train train-claude-code train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent agents-census red-team check format docs starter dist images locks sbom clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -200,6 +200,11 @@ test-python: $(OTHER)/.ready
 	$(@D)/bin/python -m pip install -q uv
 	$(@D)/bin/uv pip install -q --python $(@D)/bin/python $(OVERRIDES_gpu) -e '.[dev-min]' oss-harmony
 	touch $@
+
+# Every agent with every family, and the table of docs/agents.md: ARGS="--agents codex --families qwen3".
+agents-census: agents $(if $(HARBOR_PYTHON),harbor)
+	$(INSTALL) recipes reference census
+	$(BIN)/python -m tests.e2e.agents.census $(ARGS)
 
 # SWE-agent through the proxy: CHECKOUT=, a clone of its repository, because it is not published as a package.
 test-swe-agent: setup
