@@ -165,7 +165,8 @@ async def test_late_failure_of_a_removed_replica_does_not_hold_calls_of_its_succ
     await router.remove("0")
     await router.add(new)
     admission.report("0", 1000)
-    router.failed(old, EngineError("it was ended"), Attempt(Suspicion(EMPTY_IDS), begun_at=0.0))
+    attempt = Attempt(router.blame, old, Suspicion(EMPTY_IDS))
+    router.failed(old, EngineError("it was ended"), attempt)
     claim = RoomClaim("call", "session", prompt_tokens=700, max_tokens=1)
     assert await admission.admitted(claim, lambda: ["0"]) == "0"
     assert overdue == [False]
