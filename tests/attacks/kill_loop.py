@@ -335,7 +335,8 @@ async def kill_loop(
     """Raises AssertionError where an agent got an answer that is not a retryable refusal; every
     error has a note with the seed and what happened last.
 
-    `stop` ends the killing early. `least`: of the answers between two kills.
+    `stop` ends the killing early. `least`: of the answers between two kills; with more
+    than 1, those from before a kill do not count after it.
     """
     story: list[tuple[float, str]] = []
     """When something was killed, or a call had to be repeated, in Unix seconds."""
@@ -379,7 +380,7 @@ async def _kill(
                 group.create_task(agent.run(random.Random(rng.random()), over)) for agent in agents
             ]
             while killed.total() < kills and not stop.is_set():
-                while not answered.empty():  # from before the last kill
+                while least > 1 and not answered.empty():  # from before the last kill
                     answered.get_nowait()
                 for _ in range(rng.randint(least, TURNS_PER_KILL)):
                     await answered.get()

@@ -173,8 +173,7 @@ async def test_poison_that_works_after_some_tokens_is_found(engines: Engines) ->
     with pytest.raises(RequestError, match="took down"):
         await asyncio.wait_for(engines.call([POISON, 1], "p"), 10)
     assert await asyncio.gather(*innocent) == [ANSWER] * 8
-    # Once more if a call that had no token yet was beside it: that call is the suspect then.
-    assert engines.deaths[1] <= blame.ENGINES_LOST_LATE + 1
+    assert engines.deaths[1] <= blame.ENGINES_LOST_LATE
 
 
 async def test_connections_that_break_are_no_engines_taken_down(engines: Engines) -> None:
