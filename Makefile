@@ -17,6 +17,9 @@ TORCH_INDEX ?=
 # What an environment with vLLM does without (also in `make locks`).
 OVERRIDES_gpu := --overrides docker/vllm_overrides.txt
 OVERRIDES_cpu := $(OVERRIDES_gpu) --overrides docker/cpu_overrides.txt
+# The versions that the tests passed with: a release of a package changes no clone. `make setup CONSTRAINTS=`
+# installs the newest ones.
+CONSTRAINTS := -c docker/$(EXTRA)_constraints.txt
 # What pip downloads and unpacks; for a GPU an estimate, because CUDA builds differ.
 SIZE_cpu := 1.2 GB to download, 4 GB on disk
 SIZE_gpu := 5 to 8 GB to download, 10 to 15 GB on disk
@@ -45,7 +48,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train train-claude-code train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent agents-census red-team check format docs starter dist images locks sbom clean
+.PHONY: help setup train train-claude-code train-codex train-swe-agent train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent agents-census red-team check format docs starter dist images locks sbom clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -57,7 +60,7 @@ setup: $(VENV)/.ready ## create .venv with everything that the other targets nee
 # compiles what it imports in 9 s.
 #
 # The builds for CPU and GPU have the same files, so the one is not installed over the other.
-$(VENV)/.ready: pyproject.toml docker/cpu_overrides.txt docker/vllm_overrides.txt $(if $(filter-out $(EXTRA),$(INSTALLED)),without-$(INSTALLED))
+$(VENV)/.ready: pyproject.toml docker/cpu_overrides.txt docker/vllm_overrides.txt docker/$(EXTRA)_constraints.txt $(if $(filter-out $(EXTRA),$(INSTALLED)),without-$(INSTALLED))
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not on PATH; install Python 3.11 or run make PYTHON=…" >&2; exit 1; }
 	@echo "make: installs into $(VENV), once: $(SIZE_$(EXTRA))"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -68,7 +71,7 @@ ifeq ($(EXTRA),cpu)
 	$(BIN)/python -m pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 endif
 	@echo "make: vLLM, the trainer and the tools for tests and documentation …"
-	$(BIN)/uv pip install -q --python $(BIN)/python $(OVERRIDES_$(EXTRA)) -e '.[$(EXTRA),dev]'
+	$(BIN)/uv pip install -q --python $(BIN)/python $(OVERRIDES_$(EXTRA)) $(CONSTRAINTS) -e '.[$(EXTRA),dev]'
 	@echo "make: $(VENV) is ready; make train starts the quickstart"
 	touch $@
 
@@ -82,6 +85,7 @@ starter: setup
 	$(BIN)/python -m examples.starter_model --expert examples.judge.expert:transcript --epochs 4 --lengths mixed --out examples/judge/model
 	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 3840 --epochs 4 --batch 16 --max-loss 0.08 --out benchmarks/compaction/model
 	$(BIN)/python -m examples.starter_model --expert examples.claude_code.expert:transcript --transcripts 4480 --lengths mixed --context-tokens 4096 --out examples/claude_code/model
+	$(BIN)/python -m examples.starter_model --expert examples.codex.expert:transcript --transcripts 4480 --lengths mixed --context-tokens 4096 --out examples/codex/model
 
 dist: setup ## build the wheel and, with npm, the Helm chart in dist/, and the overrides that the extras need
 	rm -rf build dist
@@ -135,7 +139,7 @@ $(AGENTS)/.ready: $(AGENTS)/python/.ready tests/e2e/agents/package.json tests/e2
 	ln -sf ../npm/node_modules/codex-0.77/bin/codex.js $(AGENTS)/bin/codex-0.77
 	touch $@
 
-train: setup ## the quickstart: a tool-using agent learns on this machine, in minutes
+train: setup ## the quickstart: an agent learns on this machine, in minutes; shorter: ARGS=trainer.steps=10
 	$(BIN)/agentic-train --config $(CONFIG) $(ARGS)
 
 train-harbor: $(AGENTS)/python/.ready harbor ## mini-swe-agent learns in Harbor trials, each in its own sandbox
@@ -147,6 +151,14 @@ train-mini: $(AGENTS)/python/.ready ## mini-swe-agent from PyPI learns to solve 
 # Claude Code, unmodified, with its own tools in small repositories (docs/notes/results.md).
 train-claude-code: $(AGENTS)/.ready
 	$(BIN)/agentic-train --config examples/claude_code/agentic_trainer.yaml $(ARGS)
+
+train-codex: $(AGENTS)/.ready
+	$(BIN)/agentic-train --config examples/codex/agentic_trainer.yaml $(ARGS)
+
+# Its model is not in the repository: it is made here first, in about 15 minutes of processor time.
+train-swe-agent: $(AGENTS)/swe-agent/.ready
+	$(BIN)/python -m examples.starter_model --expert examples.swe_agent.expert:transcript --transcripts 2560 --lengths mixed --context-tokens 4096 --out .cache/swe_agent/model
+	$(BIN)/agentic-train --config examples/swe_agent/agentic_trainer.yaml $(ARGS)
 
 train-pretrained: $(PRETRAINED)/.ready ## Gemma 3 270M learns the quickstart's task; TERMS=accept after reading Google's terms
 	examples/pretrained/train.sh $(ARGS)
@@ -206,12 +218,22 @@ agents-census: agents $(if $(HARBOR_PYTHON),harbor)
 	$(INSTALL) recipes reference census
 	$(BIN)/python -m tests.e2e.agents.census $(ARGS)
 
-# SWE-agent through the proxy: CHECKOUT=, a clone of its repository, because it is not published as a package.
-test-swe-agent: setup
-	@test -f "$(CHECKOUT)/pyproject.toml" || { echo "make: set CHECKOUT= to a clone of github.com/SWE-agent/SWE-agent" >&2; exit 1; }
-	test -x $(AGENTS)/swe-agent/bin/python || $(PYTHON) -m venv $(AGENTS)/swe-agent
-	$(BIN)/uv pip install -q --python $(AGENTS)/swe-agent/bin/python -e $(CHECKOUT) mcp
-	mkdir -p $(CHECKOUT)/trajectories
+# SWE-agent is not published as a package. CHECKOUT= may also be a clone. The wall shows agents what is
+# in their environment's folder, so the checkout is there.
+# Later versions of LiteLLM take twice the processor time to import, in each trial.
+CHECKOUT ?= https://github.com/SWE-agent/SWE-agent
+SWE_AGENT := 3ea751c087f32b16e039a2233dd6eefecef325d5
+
+$(AGENTS)/swe-agent/.ready: $(VENV)/.ready
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	test -d $(@D)/checkout || git clone -q --no-checkout $(CHECKOUT) $(@D)/checkout
+	git -C $(@D)/checkout checkout -q $(SWE_AGENT)
+	mkdir -p $(@D)/checkout/trajectories
+	$(BIN)/uv pip install -q --compile-bytecode --python $(@D)/bin/python -e $(@D)/checkout mcp litellm==1.72.6
+	$(@D)/bin/python -m compileall -q $(@D)/checkout/sweagent
+	touch $@
+
+test-swe-agent: $(AGENTS)/swe-agent/.ready
 	$(BIN)/python -m pytest tests/e2e/agents/swe_agent.py $(ARGS)
 
 check: setup ## ruff, formatting, strict types of Python and of the page
@@ -244,11 +266,17 @@ images: setup ## build and run the container images with buildah, as root: IMAGE
 
 # Each lock is for Python and platform of its image. torch for CPUs is not on the package index:
 # make locks TORCH_INDEX=https://download.pytorch.org/whl/cpu, or UV_FIND_LINKS=FOLDER with its wheel.
-LOCK = $(BIN)/uv pip compile -q --generate-hashes --no-emit-index-url --no-annotate --custom-compile-command "make locks"
+COMPILE = $(BIN)/uv pip compile -q --no-emit-index-url --no-annotate --custom-compile-command "make locks"
+LOCK = $(COMPILE) --generate-hashes
 LOCK_TRAINER = $(LOCK) pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra kubernetes --extra privacy --extra ray --extra s3 --extra gcs
-locks: setup ## write docker/*.lock again from pyproject.toml
+CONSTRAIN = $(COMPILE) pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra dev
+TORCH_CPU = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
+locks: setup ## write docker/*.lock and docker/*_constraints.txt again from pyproject.toml
 	$(LOCK) pyproject.toml --extra privacy --extra telemetry --extra s3 --extra gcs --python-version 3.11 --no-emit-package hf-xet -o docker/proxy.lock
-	$(LOCK_TRAINER) --extra cpu $(OVERRIDES_cpu) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match) -o docker/trainer-cpu.lock
+	$(CONSTRAIN) --extra cpu $(OVERRIDES_cpu) $(TORCH_CPU) -o docker/cpu_constraints.txt
+	sed -i 's/+cpu$$//' docker/cpu_constraints.txt
+	$(CONSTRAIN) --extra gpu $(OVERRIDES_gpu) -o docker/gpu_constraints.txt
+	$(LOCK_TRAINER) --extra cpu $(OVERRIDES_cpu) $(TORCH_CPU) -o docker/trainer-cpu.lock
 	$(LOCK_TRAINER) --extra gpu $(OVERRIDES_gpu) -o docker/trainer-cuda.lock
 	printf 'harbor==0.24.0\naiohttp\npydantic\ntenacity\n' | $(LOCK) - --python-version 3.12 -o docker/harbor.lock
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -53,8 +54,10 @@ from proxy.client import ProxyClient, ProxyClientError, SessionHandle, patiently
 from proxy.config import RetentionConfig
 from proxy.records import (
     FOLDER,
+    TRIAL_REWARD,
     BranchMode,
     Origin,
+    Reward,
     RuleAction,
     Session,
     SessionKind,
@@ -63,6 +66,8 @@ from proxy.records import (
 )
 from proxy.records.binary import RecordFormatError
 from proxy.wall import Wall
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -363,7 +368,20 @@ class _TrialRun:
             started=self._started,
             times_s=self._times_s,
         )
+        await self._record(rollout)
         return await with_pictures(rollout, self._picture)
+
+    async def _record(self, rollout: Rollout) -> None:
+        """Gives the session its reward, which the page, `sessions list` and exports read there. If
+        the proxy refuses it, the rollout counts all the same."""
+        if rollout.reward is None:
+            return
+        reward = Reward(TRIAL_REWARD, rollout.reward, dict(rollout.reward_parts))
+        proxy, trial_id = self._loop.proxy, rollout.trial_id
+        try:
+            await self._loop.patiently(lambda: proxy.add_reward(trial_id, reward))
+        except ProxyClientError as error:
+            _log.warning("session %s has no reward: %s", trial_id, error)
 
     async def _picture(self, sha256: str) -> bytes:
         proxy, trial_id = self._loop.proxy, self._attempt.trial_id

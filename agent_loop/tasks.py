@@ -59,7 +59,7 @@ class DataConfig(Section):
     source) are drawn, relative to the others; default 1."""
     shuffle: bool = True
     """Shuffle the tasks of a source in each epoch; false: keep the order of the file."""
-    seed: Common[int] = 0
+    seed: Common[int] = Field(0, ge=0)
     """Seed of the order of tasks."""
     agent_field: str = "agent"
     """With several `agents`: the field of a task that names its agent, if the task has it."""

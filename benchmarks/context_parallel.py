@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
@@ -51,7 +51,7 @@ def main() -> None:
         folder = Path(name)
         _save_model(folder / "model", args)
         for size in args.ranks:
-            mp.spawn(_rank, (size, folder, args), nprocs=size)
+            spawn(_rank, (size, folder, args), nprocs=size)
             found = [torch.load(folder / f"{size}-{rank}.pt") for rank in range(size)]
             added = max(each["added"] for each in found)
             seconds = max(each["seconds"] for each in found)

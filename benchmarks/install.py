@@ -125,13 +125,14 @@ def installs(torch_index: str | None = None) -> dict[str, Install]:
             ["pyproject.toml"],
         ),
         "export-packages": Install(
-            "tinker and SkyRL, whose formats tests of `export` read back (Python 3.12)",
+            "tinker, SkyRL and OpenRLHF, whose formats and settings tests read (Python 3.12)",
             exports,
             # SkyRL's types cannot be validated on an older Python.
             [
                 *into(exports, *torch, python=python_of("3.12")),
                 [*UV, "--python", str(exports / "bin/python"), "tinker==0.38.0"],
                 [*UV, "--python", str(exports / "bin/python"), "--no-deps", "skyrl==0.3.0"],
+                [*UV, "--python", str(exports / "bin/python"), "--no-deps", "openrlhf==0.11.2"],
             ],
         ),
         "verifiers": Install(

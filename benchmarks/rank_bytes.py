@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.train.workloads import WORKLOADS, make_groups
@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _save_model(folder / "model")
-        mp.spawn(_rank, (ranks, folder), nprocs=ranks)
+        spawn(_rank, (ranks, folder), nprocs=ranks)
         batch = _batch()
         print(f"{batch.input_tokens:,} input tokens, {batch.num_tokens:,} trained")
         for rank in range(1, ranks):

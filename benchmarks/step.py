@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,7 @@ PARTS = {"vllm_launch": "engine", "VLLM::": "engine", "proxy serve": "proxy"}
 """Words of a command line → the part that the process is."""
 REST = "agents and verifiers"
 
-Cost = Counter[str]
+Cost = defaultdict[str, float]
 """Part → processor seconds; and phase → seconds by the clock."""
 
 
@@ -78,11 +78,11 @@ def step(place: Path, after: int, steps: int) -> Cost:
         phases = list(read_jsonl(folder.path / "phases.jsonl"))
     begin, end = (_end_of(phases, number) for number in (after, steps))
     before, later = (next(cost for at, cost in used if at >= moment) for moment in (begin, end))
-    cost: Cost = Counter({part: later[part] - before[part] for part in later})
+    cost = Cost(float, {part: later[part] - before[part] for part in later})
     for phase in phases:
         if after < phase["step"] <= steps and phase["started_at"] < end:
             cost[f"{phase['phase']}, by the clock"] += phase["seconds"]
-    return Counter({name: seconds / (steps - after) for name, seconds in cost.items()})
+    return Cost(float, {name: seconds / (steps - after) for name, seconds in cost.items()})
 
 
 def _end_of(phases: list[dict[str, Any]], step: int) -> float:
@@ -93,7 +93,7 @@ def _end_of(phases: list[dict[str, Any]], step: int) -> float:
 
 def _used(trainer: psutil.Process) -> Cost:
     """Processor seconds until now of the named parts, and of the rest of the machine."""
-    cost: Cost = Counter()
+    cost = Cost(float)
     for process in (trainer, *trainer.children(recursive=True)):
         with suppress(psutil.Error):
             line, times = " ".join(process.cmdline()), process.cpu_times()
@@ -102,7 +102,7 @@ def _used(trainer: psutil.Process) -> Cost:
             if part:
                 cost[part] += times.user + times.system
     machine = psutil.cpu_times()
-    cost[REST] = machine.user + machine.system + machine.nice - cost.total()
+    cost[REST] = machine.user + machine.system + machine.nice - sum(cost.values())
     return cost
 
 

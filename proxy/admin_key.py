@@ -53,8 +53,9 @@ class AdminKeys:
         """
         if not self.accepts(given):
             raise SessionError(
-                "the control plane needs the admin key: send `Authorization: Bearer KEY`; `serve` "
-                "prints where the key is",
+                "the control plane needs the admin key: `serve` prints in which file it is; set "
+                f"{FILE_VARIABLE} to that file or {VARIABLE} to the key, and a program of your own "
+                "sends `Authorization: Bearer KEY`",
                 status=401,
             )
 
@@ -121,6 +122,19 @@ def client_key(url: str, environment: Mapping[str, str] = os.environ) -> str | N
         return _first_key(Path(named))
     path = default_store().with_name(default_store().name + SUFFIX)
     return next(iter(lines(path)), None) if _is_here(url) and path.is_file() else None
+
+
+def configured_key(config: ProxyConfig, url: str) -> str | None:
+    """The admin key for the proxy at `url`, which has this configuration: the configured one, the
+    first one in `key_file`, or else that of `client_key`.
+
+    Raises:
+        ConfigurationError: as `client_key`.
+    """
+    if config.admin_key is not None:
+        return config.admin_key.get_secret_value()
+    path = key_file(config)
+    return next(iter(lines(path)), None) if path.is_file() else client_key(url)
 
 
 def _first_key(path: Path) -> str:

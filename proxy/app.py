@@ -235,7 +235,6 @@ def _make_router(
     return Router(
         replicas,
         vocab_size=rendering.tokenizer.vocab_size,
-        version=config.policy_version,
         patience_s=config.limits.engine_patience_s,
         on_failure=metrics.engine_failed,
         shared=config.workers > 1 or not config.store.startswith("sqlite"),

@@ -26,6 +26,7 @@ from proxy.machine.direct_hosts import reach_directly
 
 if TYPE_CHECKING:
     from proxy.config import ProxyConfig
+    from proxy.extra import Invitation
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,9 +73,10 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _announce(admin_key: Path | None, config: ProxyConfig, url: str, said: list[str]) -> None:
-    from proxy.extra import URL  # imported here to keep --help fast
-    from proxy.machine.secrecy import without_password
+def _announce(
+    admin_key: Path | None, config: ProxyConfig, url: str, said: list[Invitation]
+) -> None:
+    from proxy.machine.secrecy import without_password  # imported here to keep --help fast
     from proxy.settings.late_section import load_extra
 
     session = f"{url}/my-session" if config.sessions.auto_create else url
@@ -86,7 +88,7 @@ def _announce(admin_key: Path | None, config: ProxyConfig, url: str, said: list[
     if admin_key is not None:
         print(f"the admin key is in {admin_key}", flush=True)
     for each in said:
-        print(each.replace(URL, url), flush=True)
+        print(each(url), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import aiohttp
 import orjson
@@ -53,7 +53,10 @@ class Happening:
     """The engines, and how many calls wait."""
 
 
-__all__ = ["Happening", "ProxyClient", "ProxyClientError", "SessionHandle"]
+__all__ = ["Happening", "ProxyClient", "ProxyClientError", "SessionHandle", "UntrustedProxy"]
+
+TRUSTED = "SSL_CERT_FILE"
+"""The variable that OpenSSL, and so Python, reads."""
 
 PLACE_TIMEOUT_S = 300.0
 """Seconds that a call waits for a free connection: thousands of trials may begin at once."""
@@ -65,6 +68,11 @@ class ProxyClientError(Exception):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class UntrustedProxy(ProxyClientError):
+    """Something answers, but TLS with it fails: its certificate is not trusted, is for another
+    host, or it does not speak TLS. `status` is 0."""
 
 
 class ProxyClient:
@@ -242,6 +250,20 @@ class ProxyClient:
                 if line.startswith(b"data: "):
                     yield orjson.loads(line[6:])
 
+    async def past_events(self, trial_id: str) -> list[dict[str, Any]]:
+        """The events until now, as `events` yields them."""
+        found: list[dict[str, Any]] = (await self._json("GET", _session_path(trial_id, "events")))[
+            "events"
+        ]
+        return found
+
+    async def search(self, text: str, before: int) -> tuple[list[Any], int | None]:
+        """Turns with this text that began before a place in the record, of those that one request
+        reads, as `GET /view/search` has them; and where to go on."""
+        query = urlencode({"text": text, "before": before})
+        found = await self._json("GET", f"/view/search?{query}")
+        return found["hits"], found["next"]
+
     async def watch(self, position: str = "") -> AsyncGenerator[Happening, None]:
         """Yields what happens in all sessions until the proxy stops, first the last 500 turns and
         events, or what came after `position`. A key for reading (`agentic-proxy view-key`) is
@@ -402,6 +424,10 @@ class ProxyClient:
 
     def _no_answer(self, method: str, path: str, error: Exception) -> ProxyClientError:
         where = f"{method} {path}: the proxy at {self.base_url}"
+        if isinstance(error, aiohttp.ClientSSLError):
+            found = getattr(error, "certificate_error", None) or error.os_error
+            what = f"the file of a private certificate authority belongs into {TRUSTED}"
+            return UntrustedProxy(f"{where} is not trusted ({found}); {what}", 0)
         return ProxyClientError(f"{where} did not answer: {error!r}", 0)
 
     @asynccontextmanager

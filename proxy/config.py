@@ -11,7 +11,7 @@ import ipaddress
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -47,6 +47,7 @@ from proxy.settings.section import Common, Section
 from proxy.settings.state_folder import default_store
 from proxy.settings.yaml_file import read_yaml, yaml_fault
 
+PERSON_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,40}$"
 ENVIRONMENT_PREFIX = "AGENTIC_PROXY_"
 SECTIONS = ("scheduling", "telemetry", "relay", "rules")
 """The sections of extras."""
@@ -200,6 +201,10 @@ class ListenConfig(PublicUrl, ListeningAddress):
     metrics_key_file: Path | None = None
     """A file of keys, one per line, that are valid for `GET /metrics` only: for Prometheus. The
     admin key is valid there, too. A changed file is read again."""
+    people: dict[Annotated[str, Field(pattern=PERSON_NAME)], Path] = Field(default_factory=dict)
+    """Name → a file of this person's keys, one per line, which the proxy creates if it does not
+    exist. A person's key creates sessions, whose ids begin with `NAME/`, and lists, shows, rates,
+    tags and deletes these alone, in place of the admin key. A changed file is read again."""
 
     @property
     def on_loopback(self) -> bool:
@@ -258,8 +263,6 @@ class ProxyConfig(BaseSettings, ListenConfig):
     published_runs: Path | None = None
     """A folder for the runs that other trainers publish with `PUT /view/runs/NAME`, which the page
     in the browser then shows (docs/publishing.md). None: no run can be published."""
-    policy_version: int = Field(default=0, ge=0)
-    """The version of the weights until an engine or the trainer reports another."""
     workers: int = Field(default=1, ge=1)
     """Number of processes that share the port."""
     log: LogKind = "text"
@@ -311,6 +314,11 @@ class ProxyConfig(BaseSettings, ListenConfig):
             raise ValueError(
                 f"sessions.auto_create admits calls without a key, and host={self.host!r} can be"
                 " reached from other machines; switch it off, or listen on 127.0.0.1"
+            )
+        if self.people and self.sessions.auto_create:
+            raise ValueError(
+                "sessions.auto_create admits calls without a key, also to sessions of people; use"
+                " one of the two"
             )
         if self.listen_fd is not None and self.workers > 1:
             raise ValueError(

@@ -23,7 +23,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -45,8 +45,9 @@ from proxy.settings.plugins import load_plugin
 from proxy.settings.section import Section
 from proxy.store.protocol import Store
 
-URL = "{url}"
-"""Stands for the proxy's URL, which is known when it listens."""
+Invitation = Callable[[str], str]
+"""What `agentic-proxy serve` prints about an extra, of the proxy's URL, which is known when it
+listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +112,10 @@ class Extra:
         Raises StoreError.
         """
 
-    async def invitation(self, config: ProxyConfig, store: Store) -> str:
-        """What `agentic-proxy serve` prints about it when the proxy listens; it may name URL.
+    async def invitation(self, config: ProxyConfig, store: Store) -> Invitation | None:
+        """What `agentic-proxy serve` prints about it when the proxy listens.
         Called before `open`, or without it."""
-        return ""
+        return None
 
     def state(self) -> Mapping[str, Any]:
         """What the page shows of it, by names of `proxy.extras.view.answers.RecordState`."""

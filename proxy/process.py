@@ -24,7 +24,7 @@ from proxy.config import EngineConfig, ProxyConfig
 from proxy.control.siblings import Siblings
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.errors import ConfigurationError, EngineError, StoreError
-from proxy.extra import open_extras
+from proxy.extra import Invitation, open_extras
 from proxy.extra_registry import SEVERAL_PROCESSES
 from proxy.http.server import app_runner
 from proxy.machine.file_lock import free_path
@@ -41,7 +41,7 @@ GC_THRESHOLDS = (50_000, 20, 100)
 collections are rare, and objects that exist at the start are exempt."""
 
 _log = logging.getLogger(__name__)
-Listening = Callable[[ProxyConfig, str, list[str]], None]
+Listening = Callable[[ProxyConfig, str, list[Invitation]], None]
 
 
 async def serve(config: ProxyConfig, listening: Listening) -> None:
@@ -158,7 +158,7 @@ async def _started(server: VllmServer, stop: asyncio.Event) -> AsyncIterator[str
         raise EngineError(f"vLLM ended: {server.last_words()} (log: {server.log})")
 
 
-async def _invitations(config: ProxyConfig, store: Store) -> list[str]:
+async def _invitations(config: ProxyConfig, store: Store) -> list[Invitation]:
     said = [await extra.invitation(config, store) for extra in open_extras(config)]
     return [each for each in said if each]
 

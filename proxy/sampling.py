@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from proxy.conversation import Conversation
-from proxy.engines.protocol import Sampling
+from proxy.engines.protocol import COLDEST, Sampling
 from proxy.errors import ContextOverflow, RequestError
 from proxy.records import Ids, Session, SessionKind
 from proxy.records.alternatives import MAX_ALTERNATIVES
@@ -78,6 +78,8 @@ def resolve(
         given = zip(_BENDING, _bending(options), strict=True)
         values = {name: value for name, value in given if value is not None}
     values |= {k: v for k, v in session.sampling.items() if k in _BENDING}
+    if 0 < values.get("temperature", 1) < COLDEST:
+        values["temperature"] = COLDEST  # the record says what was sampled
     pinned = session.sampling.get("alternatives", 0)
     if structured is not None and session.kind is SessionKind.TRAIN:
         if values.get("top_k", -1) <= 0:
@@ -128,6 +130,12 @@ def check_pinned(sampling: Mapping[str, Any], kind: SessionKind) -> dict[str, An
                 f"sampling.{name}: expected {whole} from {low} to {high}, got {value}",
                 param="sampling",
             )
+    if 0 < sampling.get("temperature", 1) < COLDEST:
+        raise RequestError(
+            f"sampling.temperature: engines sample at {COLDEST} instead of"
+            f" {sampling['temperature']}; use 0, or at least {COLDEST}",
+            param="sampling",
+        )
     if kind is SessionKind.TRAIN and (bent := next(untrainable(sampling), None)) is not None:
         raise RequestError(
             f"sampling.{bent}: {sampling[bent]} in a session of kind train, whose tokens could not"

@@ -83,6 +83,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer([__doc__ or ""], shape.vocab_size)
     save_tokenizer(tokenizer, folder, shape.context_tokens)
     end, padding = (tokenizer.token_to_id(word) for word in ("<|im_end|>", "<|endoftext|>"))
+    assert end is not None
+    assert padding is not None
     save_model(new_model(shape, seed=0), folder, end_of_turn=end, padding=padding)
     return folder
 

@@ -52,7 +52,7 @@ class PostgresServer:
                 stdout=log,
                 stderr=log,
             )
-        ready = [self.programs / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(self.port)]
+        ready = [str(self.programs / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]
         while subprocess.run(ready, check=False).returncode != 0:
             if self.process.poll() is not None:
                 raise RuntimeError(f"postgres ended: {(self.folder / 'log').read_text()[-2000:]}")

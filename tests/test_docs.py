@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from proxy.cli import main as proxy_main
 from proxy.config import ProxyConfig
-from proxy.extras.relay.worker import WorkerConfig
+from proxy.extras.relay.worker_config import WorkerConfig
 from tests.docs_words import users_pages
 from tests.pages import PAGES, ROOT, Block, all_blocks, name_of
 from trainer.algorithms.advantages import Grpo
+from trainer.cli import main as trainer_main
 from trainer.config import TrainerConfig
 from trainer.extras.learn.config import LearnConfig
 
@@ -35,6 +38,10 @@ COMMANDS = {
     "harbor-server": "harbor_sdk/server",
 }
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+PROGRAMS: dict[str, Callable[[list[str]], int]] = {
+    "agentic-proxy": proxy_main,
+    "agentic-train": trainer_main,
+}
 # Placeholders of required keys that a block leaves out because it is about something else.
 REQUIRED = {
     "model": {"path": "/models/qwen3"},
@@ -104,8 +111,8 @@ def test_configurations_load_in_their_model(block: Block) -> None:
 @pytest.mark.parametrize("block", all_blocks("python"), ids=str)
 def test_python_compiles_and_imports_what_exists(block: Block) -> None:
     tree = ast.parse(block.text)
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    exec(compile(ast.Module(imports, []), block.page, "exec"), {})
+    tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(tree, block.page, "exec"), {})
 
 
 @pytest.mark.parametrize("block", all_blocks("toml"), ids=str)
@@ -144,6 +151,54 @@ def test_readme_links_every_users_page() -> None:
     linked = set(re.findall(r"\]\((docs/[^)#]+\.md)", (ROOT / "README.md").read_text("utf-8")))
     pages = {name_of(page) for page in users_pages()} - {"README.md", "docs/index.md"}
     assert pages <= linked, pages - linked
+
+
+def test_readme_has_the_ladder_and_a_picture() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.count("![") == 1
+    rungs = re.findall(r"^\| ([a-z-]+) \| `(agentic-\w+) (\S+)", text, re.M)
+    names = ["record", "look", "collect", "fine-tune", "train", "compare"]
+    assert [name for name, *_ in rungs] == names
+    assert "`make train ARGS=trainer.steps=" in text  # how to make it shorter
+    for _, program, word in rungs:
+        with pytest.raises(SystemExit) as ended:
+            PROGRAMS[program]([word, "--help"] if word.isalpha() else ["--help"])
+        assert ended.value.code == 0, (program, word)
+
+
+def test_built_pages_need_no_other_host() -> None:
+    """Theme and search are of this site; a diagram of Mermaid's, or a font, would be fetched."""
+    settings = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert "  font: false" in settings
+    assert not re.search(r"mermaid|extra_javascript|extra_css|https?://", settings)
+    assert [block for block in all_blocks("bash", "mermaid") if block.language == "mermaid"] == []
+    fetched = re.compile(r"!\[[^]]*\]\(https?://|<(?:img|script|link|iframe)\b[^>]*https?://")
+    assert not [name_of(page) for page in PAGES if fetched.search(page.read_text("utf-8"))]
+
+
+def test_page_of_keys_has_an_anchor_for_each_section() -> None:
+    text = (ROOT / "docs/configuration.md").read_text("utf-8")
+    sections = re.findall(r"^#{2,3} `?([a-z_.]+)`?$", text, re.M)
+    assert set(TrainerConfig.model_fields) <= set(sections), sections
+    between = re.split(r"^#{2,3} ", text, flags=re.M)
+    assert max(map(len, between)) < len(text) / 3
+
+
+def test_ideas_draw_a_token_tree() -> None:
+    drawn = (ROOT / "docs/ideas.md").read_text("utf-8")
+    assert "images/idea-token-tree.svg" in drawn
+    assert (ROOT / "docs/images/idea-token-tree.svg").is_file()
+
+
+def test_tests_that_the_notes_name_exist() -> None:
+    named = {
+        found
+        for page in (ROOT / "docs/notes").glob("*.md")
+        for found in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text("utf-8"))
+    }
+    assert len(named) > 60
+    texts = {file: (ROOT / file).read_text("utf-8") for file, _ in named}
+    assert [each for each in named if f"def {each[1]}(" not in texts[each[0]]] == []
 
 
 def test_files_that_the_pages_name_exist() -> None:

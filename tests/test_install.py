@@ -7,15 +7,20 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 NEEDED_BY_MAKE = (
     "Makefile",
     "pyproject.toml",
+    "docker/cpu_constraints.txt",
     "docker/cpu_overrides.txt",
+    "docker/gpu_constraints.txt",
     "docker/vllm_overrides.txt",
 )
 DRIVER = "proxy/engines/nvidia_driver.py"
@@ -24,6 +29,7 @@ int nvmlInit_v2(void) {{ return {init}; }}
 int nvmlDeviceGetCount_v2(unsigned *count) {{ *count = {count}; return {listed}; }}
 int nvmlShutdown(void) {{ return 0; }}
 """
+LINUX_PYTHON = {"sys_platform": "linux", "python_version": "3.11", "platform_machine": "x86_64"}
 UV_COMPILE = [sys.executable, "-m", "uv", "pip", "compile", "-q", "--no-header", "--no-annotate"]
 pytestmark = pytest.mark.programs
 
@@ -104,6 +110,32 @@ def test_installed_extra_stays_when_a_gpu_comes_or_goes(project: Path, installed
     for commands in (with_gpu, without):
         assert "rm -rf" not in commands
         assert "pip install" not in commands
+
+
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_versions_of_a_clone_are_fixed(project: Path, extra: str) -> None:
+    assert f"-c docker/{extra}_constraints.txt" in make(project, f"EXTRA={extra}")
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / f"docker/{extra}_constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    required = list(requirements(extra, "dev"))
+    assert len(required) > 40
+    for each in required:
+        assert each.specifier.contains(pins[canonicalize_name(each.name)]), each
+
+
+def requirements(*extras: str) -> Iterator[Requirement]:
+    """Of the project with these extras, on Linux with Python 3.11."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    of_extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *(text for extra in extras for text in of_extras[extra])]
+    for requirement in map(Requirement, texts):
+        if requirement.name == project["name"]:
+            yield from requirements(*requirement.extras)
+        elif requirement.marker is None or requirement.marker.evaluate(LINUX_PYTHON):
+            yield requirement
 
 
 def test_gpu_extra_has_everything_that_vllm_imports() -> None:

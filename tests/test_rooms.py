@@ -34,12 +34,11 @@ TOGETHER: dict[str, dict[str, str]] = {
     "proxy/extras/export": {"proxy/extras/secrets": "an export is without secrets"},
     "proxy/extras/view": {
         "proxy/extras/export": "the page downloads a session as `export` writes it",
-        "proxy/extras/rules": "the page searches by the terms of rules",
+        "proxy/extras/rules": "the page saves and removes rules",
         "proxy/extras/secrets": "the page shows no secrets",
     },
     "trainer/extras/learn": {
         "proxy/extras/learn": "the learner's side of it",
-        "proxy/extras/rules": "evidence of tests that the agent did not change",
         "proxy/extras/secrets": "no token of a secret is trained, and no decision quotes one",
         "trainer/extras/ledger": "adapters are computed again from their record",
     },

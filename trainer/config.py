@@ -239,18 +239,11 @@ class TrainerConfig(ProcessesConfig):
 
     def _images_are_supported(self) -> Iterator[str]:
         model, teacher = self.model, self.algorithm.distillation
-        if model.vision == "text":
-            return
-        unsupported = {
-            f"trainer.ranks={self.trainer.ranks}": (
-                model.vision == "trained" and self.trainer.ranks > 1
-            ),
-            "algorithm.distillation.teacher (an engine)": (
-                teacher is not None and teacher.engine_url is not None
-            ),
-        }
-        for key in (key for key, is_set in unsupported.items() if is_set):
-            yield f"model.vision={model.vision}: not supported with {key}; remove one of them"
+        if model.vision != "text" and teacher is not None and teacher.engine_url is not None:
+            yield (
+                f"model.vision={model.vision}: not supported with algorithm.distillation.teacher "
+                "(an engine); remove one of them"
+            )
 
     def _parallel_keys(self) -> dict[str, int]:
         """The keys by which ranks divide a micro-batch, as far as they are set."""

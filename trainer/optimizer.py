@@ -176,16 +176,19 @@ class Stepper:
         config: OptimizerConfig,
         total_steps: int | None,
         clip: Clip | None = None,
+        *,
+        saves_names: bool = False,
     ) -> None:
         """`clip`: for models whose ranks hold different layers or experts, of which torch's own
-        function would not know the whole norm.
+        function would not know the whole norm. `saves_names`: for models of which several ranks
+        have a part whole, so that they group the weights otherwise than one rank.
 
         Raises ConfigError if a schedule needs `total_steps`, or if a library is missing.
         """
         self.model = model
         self._clip = clip or _clip
-        # a rank's checkpoint names each weight, so that ranks may hold different ones
-        self._saved = StateDictOptions(flatten_optimizer_state_dict=clip is not None)
+        # the checkpoint names each weight, so that ranks may hold or group different ones
+        self._saved = StateDictOptions(flatten_optimizer_state_dict=clip is not None or saves_names)
         self.max_grad_norm = config.max_grad_norm
         self.optimizer = _build_optimizer(model, config)
         self.schedule = _build_schedule(self.optimizer, config, total_steps)
@@ -270,8 +273,20 @@ class Stepper:
 
 
 def _clip(model: nn.Module, max_norm: float) -> Tensor:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    """Clips sharded weights and those that each rank has whole, which count once, to one norm."""
+    kinds: dict[bool, list[nn.Parameter]] = defaultdict(list)
+    for weight in model.parameters():
+        if weight.grad is not None:
+            kinds[isinstance(weight, DTensor)].append(weight)
+    norms = [_norm(weights) for weights in kinds.values()] or [torch.zeros(())]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for weights in kinds.values():
+        torch.nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
+    return norm
+
+
+def _norm(weights: Iterable[nn.Parameter]) -> Tensor:
+    norm = torch.nn.utils.get_total_norm([each.grad for each in weights if each.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.settings.section import Common
 from trainer.errors import ConfigError
+
+MIN_LR = 1e-12
+"""Smallest learning rate: the last bit of a float32 weight of 1e-5. Less would train nothing."""
+MAX_RATE = 1e3
+"""Largest learning rate and weight decay."""
+MIN_EPS = 1e-15
+"""With a constant that float32 does not hold, a weight without a gradient would become 0 / 0. The
+squares of small gradients underflow before their mean does, which this constant outweighs."""
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(BaseModel):
@@ -18,13 +27,13 @@ class OptimizerConfig(BaseModel):
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
     """Name of the optimizer; `adamw_8bit` needs bitsandbytes (extra `gpu`) and one rank."""
-    lr: Common[float] = Field(1e-6, gt=0)
+    lr: Common[float] = Field(1e-6, ge=MIN_LR, le=MAX_RATE)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rates of the running means of the gradient and of its square."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, ge=MIN_EPS, le=1e3)
     """Constant that is added to the root of the squared gradient's mean to avoid division by 0."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=MAX_RATE)
     """Decay rate of the weights; applied to matrices only, not to norms and biases."""
     schedule: Common[Literal["constant", "linear", "cosine"]] = "constant"
     """Shape of the learning rate after the warm-up; `linear` and `cosine` reach `min_lr_ratio` at

@@ -39,7 +39,7 @@ class TrainerSection(Section):
     """`colocated`: sample and train in turn. `separate`: sample and train at the same time."""
     steps: Common[int] = Field(100, ge=1)
     """Number of training steps, each with at most one update of the engines' weights."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**31)
     """Seed of all random choices except the order of tasks."""
     deterministic: bool = False
     """Repeat to the bit: each call is sampled with its own random numbers (`rollout.seeded`), and

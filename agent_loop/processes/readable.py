@@ -40,8 +40,8 @@ _JAVASCRIPT = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx")
 _SPECIFIER = re.compile(r"""\b(?:from|import|require|resolve)\s*\(?\s*["'](\.{1,2}/[^"'\n]*)["']""")
 """The relative path of a module in an import, a re-export, or a call of `import` or `require`."""
 _SHEBANG_BYTES = 512
-_ASSIGNED = re.compile(r"^-{0,2}[\w.-]+=(?=/)")
-"""An option with its value in one word: `--config=/path`."""
+_ASSIGNED = re.compile(r"""^-{0,2}[\w.-]+=(?P<quote>["']?)(?P<path>/.*)(?P=quote)$""", re.DOTALL)
+"""An option with its value in one word: `--config=/path`, or `file="/path"`, as Codex's TOML."""
 
 
 def repository(folder: Path) -> Path:
@@ -137,7 +137,7 @@ def installation(program: Path, path: str = os.defpath) -> list[Path]:
 
 def _named(word: str, path: str, own: Path) -> Iterator[Path]:
     """What a word of a command line names."""
-    text = _ASSIGNED.sub("", word)
+    text = _ASSIGNED.sub(r"\g<path>", word)
     if os.path.isabs(text) and os.path.exists(text):
         file = Path(os.path.normpath(text))
         yield file

@@ -18,10 +18,7 @@ from agent_loop.producers.groups import rollout_seed
 from agent_loop.producers.protocol import RunsTrials
 from agent_loop.records import Rollout, RolloutStatus, Task
 from proxy.client import ProxyClient
-from proxy.records import Reward, SessionKind
-
-REWARD_KEY = "trial"
-"""The key under which a trial's reward is posted to its session."""
+from proxy.records import TRIAL_REWARD, Reward, SessionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,5 +125,5 @@ class TrialList:
     async def _post(self, rollout: Rollout) -> None:
         if self.proxy is not None and rollout.reward is not None:
             parts = dict(rollout.reward_parts)
-            reward = Reward(REWARD_KEY, rollout.reward, parts)
+            reward = Reward(TRIAL_REWARD, rollout.reward, parts)
             await self.proxy.add_reward(rollout.trial_id, reward)

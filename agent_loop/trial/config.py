@@ -17,6 +17,7 @@ from pydantic import Field
 from agent_loop.processes.readable import declared, repository
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.salvage import SalvageConfig
+from proxy.engines.protocol import COLDEST
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.reaching import Patience
 from proxy.settings.recorded import RecordedConfig
@@ -112,7 +113,7 @@ def _place_of_the_run() -> Iterator[Path]:
 class SamplingConfig(RecordedConfig):
     """Example: SamplingConfig(temperature=1.0, max_tokens=2048)"""
 
-    temperature: float = Field(1.0, gt=0, le=2)
+    temperature: float = Field(1.0, ge=COLDEST, le=2)
     """Replaces the agent's own temperature in training; the trainer scales its logits by the same
     value."""
     max_tokens: Common[int | None] = Field(None, ge=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,7 +40,7 @@ def main() -> None:
     model.save_pretrained(given.out)
 
 
-def wide() -> object:
+def wide() -> Any:
     """The configuration of the starter model with Qwen3-1.7B's layers."""
     settings = AutoConfig.from_pretrained(STARTER)
     for name, value in SHAPE.items():

@@ -39,12 +39,12 @@ HARM = {"worse": worse, "poison": poison, "swaps": swaps, "forget": forgotten}
 async def learns(
     folder: Path, engine_url: str, seed: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """A user whose preference is learned. Evaluations send what mini-swe-agent sends."""
+    """A user whose preference is learned. In evaluations an agent that sends what mini-swe-agent
+    sends is in its place."""
     evals = arguments.evals
     preference = world.PREFERENCES[seed % len(world.PREFERENCES)]
     user = User(preference, random.Random(seed + 100))
-    async with show(folder, engine_url, user, seed) as run:
-        run.agent = arguments.agent
+    async with show(folder, engine_url, user, seed, arguments.agent) as run:
         history, shown = run.learner.history, 0
         rates = {0: await run.evaluate(0, evals)}
         print(f"seed {seed}, {preference}: {rates[0]:.2f} before", flush=True)
@@ -90,14 +90,14 @@ def main() -> int:
     parser.add_argument("--evals", type=int, default=40)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    make_model()
+    make_model(AGENTS[arguments.agent].model)
     with tempfile.TemporaryDirectory(prefix="learn-") as name:
         asyncio.run(_shown(arguments, Path(name)))
     return 0
 
 
 async def _shown(arguments: argparse.Namespace, folder: Path) -> None:
-    async with engine(folder) as engine_url:
+    async with engine(folder, AGENTS[arguments.agent].model) as engine_url:
         for name, seed in itertools.product(arguments.show, arguments.seeds):
             own = folder / f"{name}{seed}"
             own.mkdir()

@@ -1,5 +1,5 @@
-"""The agents of the simulated users: mini-swe-agent, and one that sends what it sends, without its
-start of three seconds.
+"""The agents of the simulated users: mini-swe-agent, one that sends what it sends, without its
+start of three seconds, and Claude Code.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ import asyncio
 import json
 import os
 import subprocess
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from benchmarks.learn.expert import PROMPTS, begin
+from benchmarks.learn.expert import CLAUDE_PROMPT, PROMPTS, begin
+from benchmarks.learn.model import CLAUDE_MODEL, MODEL
 from benchmarks.learn.world import Job
 from examples.mini_swe_agent.expert import SUBMIT, TOOLS
 from proxy.client import SessionHandle
@@ -24,6 +27,12 @@ MINI_SETTINGS = {
     "MSWEA_COST_TRACKING": "ignore_errors",
     "MSWEA_SILENT_STARTUP": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+CLAUDE = Path(".agents/bin/claude").absolute()
+CLAUDE_SETTINGS = {
+    "IS_SANDBOX": "1",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
 }
 MAX_STEPS = 6
 COMMAND_S = 20.0
@@ -78,6 +87,31 @@ async def mini(http: aiohttp.ClientSession, session: SessionHandle, job: Job, fo
     return sum(message["role"] == "assistant" for message in messages)
 
 
+async def claude_code(
+    http: aiohttp.ClientSession, session: SessionHandle, job: Job, folder: Path
+) -> int:
+    """Does the job with the Claude Code of `make agents`; returns the number of its turns."""
+    process = await asyncio.create_subprocess_exec(
+        *(str(CLAUDE), "-p", job.prompt, "--bare", "--dangerously-skip-permissions"),
+        *("--model=work", "--tools=Bash", f"--system-prompt={CLAUDE_PROMPT}"),
+        *(f"--max-turns={MAX_STEPS}", "--output-format=json"),
+        cwd=folder,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={
+            **CLAUDE_SETTINGS,
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder.parent),
+            "CLAUDE_CONFIG_DIR": str(folder.with_suffix(".claude")),
+            "ANTHROPIC_BASE_URL": session.anthropic_base_url,
+            "ANTHROPIC_API_KEY": session.api_key,
+        },
+    )
+    printed, _ = await process.communicate()
+    return int(json.loads(printed)["num_turns"])
+
+
 def shell(line: str, folder: Path) -> str:
     """What mini-swe-agent says of a command."""
     try:
@@ -104,4 +138,22 @@ def command_of(arguments: str) -> str:
         return ""
 
 
-AGENTS = {"like-mini": run, "mini-swe-agent": mini}
+Work = Callable[[aiohttp.ClientSession, SessionHandle, Job, Path], Awaitable[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """Example: Agent(mini, MODEL, evaluates=run)"""
+
+    works: Work
+    """Does a job in a folder; returns the number of its calls."""
+    model: Path
+    evaluates: Work
+    """Does the jobs of an evaluation."""
+
+
+AGENTS = {
+    "like-mini": Agent(run, MODEL, evaluates=run),
+    "mini-swe-agent": Agent(mini, MODEL, evaluates=run),
+    "claude-code": Agent(claude_code, CLAUDE_MODEL, evaluates=claude_code),
+}

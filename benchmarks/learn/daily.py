@@ -23,8 +23,8 @@ from typing import Any
 import aiohttp
 import yaml
 
-from benchmarks.learn import agent, world
-from benchmarks.learn.model import MODEL
+from benchmarks.learn import world
+from benchmarks.learn.agent import AGENTS, Agent, Work, command_of
 from proxy.client import ProxyClient, SessionHandle
 from proxy.engines.vllm_server import VllmConfig, VllmServer
 from proxy.extras.learn.client import LearnClient
@@ -72,10 +72,9 @@ class Show:
     folder: Path
     user: User
     rng: random.Random
+    agent: Agent
     outcomes: list[tuple[str, bool]] = field(default_factory=list)
     """Of each session: the policy that served it, and whether it was as the user likes."""
-    agent: str = "like-mini"
-    """Which agent does the daily work."""
     calls: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """What took the time: sessions, the learner's looks, its updates, evaluations."""
@@ -87,9 +86,8 @@ class Show:
         world.new_repository(folder)
         metadata = {"folder": str(folder)}
         made = await self.control.create_session(f"day-{number:04d}", metadata=metadata)
-        liked = await self.work(
-            made, folder, self.user.preference, world.new_job(self.rng), self.agent
-        )
+        job = world.new_job(self.rng)
+        liked = await self.work(made, folder, job, self.agent.works)
         await self.control.complete(made.trial_id)
         await self.user.react(self.control, made.trial_id, folder, liked=liked)
         session, turns = await self.control.get_turns(made.trial_id)
@@ -109,17 +107,12 @@ class Show:
         async with LearnClient(self.control.base_url, ADMIN_KEY) as admin:
             await admin.order(self.learner.policy, order)
 
-    async def work(
-        self,
-        made: SessionHandle,
-        folder: Path,
-        preference: str,
-        job: world.Job,
-        by: str = "like-mini",
-    ) -> bool:
-        self.calls += await agent.AGENTS[by](self.http, made, job, folder)
+    async def work(self, made: SessionHandle, folder: Path, job: world.Job, by: Work) -> bool:
+        """Whether the agent's session is as the user likes."""
+        calls = await by(self.http, made, job, folder)
+        self.calls += calls  # read after the wait, in which other sessions count theirs
         _, turns = await self.control.get_turns(made.trial_id)
-        return world.is_preferred(folder, job, preference, commands_of(turns))
+        return world.is_preferred(folder, job, self.user.preference, commands_of(turns))
 
     async def evaluate(self, adapter: int, count: int) -> float:
         """The share of fresh sessions, which nothing learns from, that are as the user likes."""
@@ -134,7 +127,7 @@ class Show:
                 made = await self.control.create_session(
                     kind=SessionKind.EVAL, policies=policies, sampling={"temperature": 1.0}
                 )
-                liked = await self.work(made, folder, self.user.preference, job)
+                liked = await self.work(made, folder, job, self.agent.evaluates)
                 await self.control.complete(made.trial_id)
                 return liked
 
@@ -146,19 +139,19 @@ class Show:
 def commands_of(turns: Any) -> list[str]:
     """The commands that a session ran."""
     return [
-        agent.command_of(call["arguments"])
+        command_of(call["arguments"])
         for turn in turns
         for call in json.loads(turn.answer or b"{}").get("tool_calls", ())
     ]
 
 
 @asynccontextmanager
-async def engine(folder: Path, seed: int = 0) -> AsyncIterator[str]:
+async def engine(folder: Path, model: Path, seed: int = 0) -> AsyncIterator[str]:
     """A vLLM that serves adapters of the model."""
-    args = tuple(adapter_arguments(MODEL))
+    args = tuple(adapter_arguments(model))
     settings = VllmConfig(max_context_tokens=2048, lora_rank=8, lora_slots=12, args=args)
     log = folder / "vllm.log"
-    server = VllmServer(settings, MODEL, log=log, dtype="float32", seed=seed)
+    server = VllmServer(settings, model, log=log, dtype="float32", seed=seed)
     await server.start()
     try:
         yield server.url
@@ -167,7 +160,9 @@ async def engine(folder: Path, seed: int = 0) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def recorder(folder: Path, engine_url: str, section: dict[str, Any]) -> AsyncIterator[str]:
+async def recorder(
+    folder: Path, engine_url: str, section: dict[str, Any], model: Path
+) -> AsyncIterator[str]:
     """`agentic-proxy serve`, with the extra of learners."""
     port = free_port("127.0.0.1")
     config = folder / "recorder.yaml"
@@ -175,7 +170,7 @@ async def recorder(folder: Path, engine_url: str, section: dict[str, Any]) -> As
     config.write_text(yaml.safe_dump({"extras": [extra]}), encoding="utf-8")
     command = [
         *(sys.executable, "-m", "proxy", "serve", "--config", str(config)),
-        *("--model", str(MODEL), "--engine", engine_url, "--port", str(port)),
+        *("--model", str(model), "--engine", engine_url, "--port", str(port)),
         *("--store", f"sqlite:///{folder}/sessions.db"),
     ]
     with (folder / "recorder.log").open("wb") as log:
@@ -200,14 +195,16 @@ def section_of(folder: Path) -> dict[str, Any]:
     return {"policy": folder.name, "folder": str(folder / "learn"), "folders": [str(folder)]}
 
 
-def learn_yaml(folder: Path, url: str, engine_url: str, seed: int, **more: Any) -> LearnConfig:
+def learn_yaml(
+    folder: Path, url: str, engine_url: str, seed: int, model: Path, **more: Any
+) -> LearnConfig:
     """Writes and reads the learner's configuration."""
     values: dict[str, Any] = {
         "recorder": section_of(folder),
         "url": url,
         "engines": [engine_url],
         "evidence": ["rating", {"name": "kept", "after_s": 0}],
-        "model": {"path": str(MODEL), "lora": {"rank": 8, "alpha": 16}},
+        "model": {"path": str(model), "lora": {"rank": 8, "alpha": 16}},
         "optimizer": {"lr": 3.0e-3, "betas": [0.9, 0.95]},
         "update": {"sessions": 8, "good": 2, "epochs": 24, "held_out": 0.1, "replay": 1.0}
         | more.pop("update", {}),
@@ -222,14 +219,15 @@ def learn_yaml(folder: Path, url: str, engine_url: str, seed: int, **more: Any) 
 
 @asynccontextmanager
 async def show(
-    folder: Path, engine_url: str, user: User, seed: int, **more: Any
+    folder: Path, engine_url: str, user: User, seed: int, agent: str = "like-mini", **more: Any
 ) -> AsyncIterator[Show]:
     """A user with a recorder and a learner."""
-    async with recorder(folder, engine_url, section_of(folder)) as url:
-        config = learn_yaml(folder, url, engine_url, seed, **more)
+    used = AGENTS[agent]
+    async with recorder(folder, engine_url, section_of(folder), used.model) as url:
+        config = learn_yaml(folder, url, engine_url, seed, used.model, **more)
         async with (
             learning(config) as learner,
             ProxyClient(url, ADMIN_KEY) as control,
             aiohttp.ClientSession() as http,
         ):
-            yield Show(control, http, learner, folder, user, random.Random(seed))
+            yield Show(control, http, learner, folder, user, random.Random(seed), used)

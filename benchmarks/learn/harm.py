@@ -53,7 +53,7 @@ def decision(run: Show, number: int) -> dict[str, Any] | None:
 async def worse(folder: Path, engine_url: str, seed: int) -> dict[str, Any]:
     """The user says the contrary until a canary has learned it; then the truth. Without the gates,
     which would stop it before."""
-    more = {
+    more: dict[str, Any] = {
         "gates": {"least_held_out": 10_000, "max_kl": 1e6, "min_entropy": 0.0},
         "update": {"replay": 0.0},
     }
@@ -124,7 +124,7 @@ async def swaps(
     folder: Path, engine_url: str, seed: int, count: int = 20, users: int = 3
 ) -> dict[str, Any]:
     """Users who work all the time, while one adapter after the other is promoted."""
-    more = {
+    more: dict[str, Any] = {
         "update": {"sessions": 1, "good": 0, "epochs": 1, "replay": 0.0},
         "optimizer": {"lr": 1.0e-4},
         "gates": {"max_kl": 1e6, "least_held_out": 10_000},  # ratings are random
@@ -144,7 +144,8 @@ async def swaps(
                 made = await run.control.create_session(name, metadata={"folder": str(place)})
                 names.append(name)
                 started = time.monotonic()
-                run.calls += await agent.run(run.http, made, world.new_job(rng), place)
+                calls = await agent.run(run.http, made, world.new_job(rng), place)
+                run.calls += calls  # read after the wait, in which the other users count theirs
                 took.append(time.monotonic() - started)
                 await run.control.complete(name)
                 await run.control.curate(name, value=float(rng.random() < 0.5))
@@ -211,7 +212,7 @@ async def forgotten(folder: Path, engine_url: str, seed: int) -> dict[str, Any]:
     other = folder / "other"
     shutil.rmtree(other, ignore_errors=True)
     other.mkdir()
-    async with learning(learn_yaml(other, url, engine_url, seed)) as never:
+    async with learning(learn_yaml(other, url, engine_url, seed, run.agent.model)) as never:
         theirs = ""
         for number, groups in enumerate(batches, 1):
             bad = never.config.update.bad

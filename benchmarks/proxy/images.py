@@ -118,7 +118,7 @@ def main() -> None:
         folder = Path(name)
         write_checkpoint(folder / "model", template=PICTURES)
         argv = [sys.executable, "-m", __spec__.name, "--engine", str(folder / "model")]
-        engine = first_line(stack.enter_context(started(argv, stdout=subprocess.PIPE)))
+        engine = first_line(stack.enter_context(started(argv, subprocess.PIPE)))
         seeing = stack.enter_context(recording(folder, engine, "images"))
         unseen = {"AGENTIC_PROXY_RENDERING__IMAGES": "false"}
         texts = stack.enter_context(recording(folder, engine, "texts", **unseen))

@@ -52,8 +52,8 @@ class Load:
         for future in ended:
             await loop.create_connection(
                 lambda future=future: _Client(self, future, f"{self.sent}-{next(numbers)}"),  # type: ignore[misc]
-                address.hostname,
-                address.port,
+                address.hostname or "",
+                address.port or 80,
             )
         _, unanswered = await asyncio.wait(ended, timeout=self.seconds + PATIENCE_S)
         self.failures += len(unanswered)

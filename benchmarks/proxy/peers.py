@@ -106,7 +106,7 @@ def agent_lightning(upstream: str, cache: Path) -> Iterator[Target]:
     python = _installed(cache, AGENT_LIGHTNING, "python")
     script = Path(__file__).with_name("agent_lightning.py")
     argv = [python, str(script), upstream, str(free_port("127.0.0.1"))]
-    with started(argv, stdout=subprocess.PIPE, **_OFFLINE) as process:
+    with started(argv, subprocess.PIPE, **_OFFLINE) as process:
         url = first_line(process)
         yield Target("Agent Lightning", url, process, {"Authorization": f"Bearer {_KEY}"})
 

@@ -69,8 +69,8 @@ async def _read(url: str, body: bytes, gaps: list[float]) -> None:
     head = f"POST {address.path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}"
     transport, _ = await loop.create_connection(
         lambda: _Reader(f"{head}\r\n\r\n".encode() + body, gaps, ended),
-        address.hostname,
-        address.port,
+        address.hostname or "",
+        address.port or 80,
     )
     await ended
     transport.close()

@@ -116,13 +116,13 @@ def write_checkpoint(folder: Path) -> None:
 @contextmanager
 def _prints_url(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     argv = [sys.executable, "-m", module, *arguments]
-    with started(argv, stdout=subprocess.PIPE) as process:
+    with started(argv, subprocess.PIPE) as process:
         yield process
 
 
 @contextmanager
 def started(
-    argv: list[str], *, stdout: int = subprocess.DEVNULL, **environment: str
+    argv: list[str], stdout: int = subprocess.DEVNULL, /, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
     """`stdout`: PIPE for a program that prints its URL and nothing else. Nobody reads the pipe
     afterwards, so a program that logs would stop as soon as it is full."""

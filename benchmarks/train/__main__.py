@@ -79,7 +79,8 @@ def main() -> int:
     parser.add_argument("--one", nargs=3, metavar=("CONTESTANT", "WORKLOAD", "PATH"))
     arguments = parser.parse_args()
     if arguments.one:
-        _serve_steps(*arguments.one, arguments)
+        contestant, workload, path = arguments.one
+        _serve_steps(contestant, workload, path, arguments)
         return 0
     signal.signal(signal.SIGTERM, _stop)
     if arguments.tokens:
@@ -88,8 +89,8 @@ def main() -> int:
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         _save_model(arguments.model, Path(folder))
-        columns = ("workload", "contestant", "step s", "CPU s", "tokens/s", "over TRL")
-        columns += ("over TRL, CPU", "peak MB", "gradient norm")
+        columns = ["workload", "contestant", "step s", "CPU s", "tokens/s", "over TRL"]
+        columns += ["over TRL, CPU", "peak MB", "gradient norm"]
         print("| " + " | ".join(columns) + " |")
         print("|---" * len(columns) + "|")
         for workload in arguments.workloads or list(WORKLOADS):
@@ -109,8 +110,8 @@ def main() -> int:
 
 
 def _print_tokens(workloads: list[str]) -> None:
-    columns = ("workload", "micro-batch", "tree", "a row each", "tree in a micro-batch", "pieces")
-    columns += ("pieces ÷ tree", "also read", "passes", "longest pass")
+    columns = ["workload", "micro-batch", "tree", "a row each", "tree in a micro-batch", "pieces"]
+    columns += ["pieces ÷ tree", "also read", "passes", "longest pass"]
     print("| " + " | ".join(columns) + " |")
     print("|---" * len(columns) + "|")
     for name in workloads:

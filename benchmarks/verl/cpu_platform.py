@@ -57,7 +57,7 @@ class Memory(ModuleType):
 
 
 @PlatformRegistry.register(platform="cpu")
-class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
+class PlatformCPU(PlatformBase):
     """One CPU device; gloo instead of NCCL, shared memory instead of CUDA IPC."""
 
     device_name = "cpu"

@@ -17,7 +17,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from trainer.weight_sync.vllm_reload import Reload
 
 
-class CPUWorkerExtension(vLLMColocateWorkerExtension):  # type: ignore[misc]  # verl has no types
+class CPUWorkerExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(self, use_shm: bool = False, **_adapters: Any) -> None:
         """Loads all weights, or raises ValueError: some are missing."""
         received: list[tuple[str, torch.Tensor]] = []

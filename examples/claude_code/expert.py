@@ -12,7 +12,8 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-from examples.repositories.tasks import OPERATORS, WORDS, File, new_repository, new_task
+from examples.repositories import experts
+from examples.repositories.tasks import File, new_repository, new_task
 from examples.starter_model.transcripts import Message, Transcript
 
 SYSTEM = (
@@ -47,15 +48,6 @@ NOT_FOUND = "<tool_use_error>String to replace not found in file.\nString: {text
 NOTHING = "(Bash completed with no output)"
 DONE = "Done."
 
-# Probability of each mistake in the situations where it can be made.
-_STOPS_AT_ONCE = 0.03
-_EDITS_UNREAD = 0.4
-_GIVES_UP = 0.6
-_ONLY_READS = 0.4
-_WRONG_RESULT = 0.15
-_WRONG_TEXT = 0.3
-_ONLY_SHOWS = 0.65
-
 
 def transcript(rng: random.Random) -> Transcript:
     """One run of the agent on one task, possibly with mistakes."""
@@ -70,8 +62,10 @@ def played(
 ) -> Transcript:
     """A run on this task and day."""
     file = next(each for each in repository if each.name == task["file"])
-    run = Run([{"role": "system", "content": SYSTEM}, asked(task["prompt"], day.isoformat())])
-    if rng.random() >= _STOPS_AT_ONCE:
+    run = experts.Run(
+        [{"role": "system", "content": SYSTEM}, asked(task["prompt"], day.isoformat())]
+    )
+    if rng.random() >= experts.STOPS_AT_ONCE:
         if task["kind"] == "find":
             _find(run, task, rng)
         else:
@@ -84,75 +78,28 @@ def asked(prompt: str, day: str) -> Message:
     return {"role": "user", "content": REMINDER.format(date=day) + prompt}
 
 
-class Run:
-    """The messages so far."""
-
-    def __init__(self, messages: list[Message]) -> None:
-        self.messages = messages
-
-    def call(self, name: str, result: str, **arguments: str) -> None:
-        """Adds a call and its result."""
-        call_id = f"call_{len(self.messages)}"
-        function = {"name": name, "arguments": json.dumps(arguments)}
-        call = {"id": call_id, "type": "function", "function": function}
-        self.messages += [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call_id, "content": result},
-        ]
-
-
 def shown(file: File) -> str:
     """The result of reading a file."""
     return "\n".join(f"{at}\t{line}" for at, line in enumerate(file.text.split("\n"), 1))
 
 
-def edit(task: dict[str, str], file: File, wanted: str) -> tuple[str, str]:
-    """The text to replace, and the one in its place, if `wanted` is to be the outcome."""
-    left, right = file.parameters
-    if task["kind"] == "fix":
-        new = OPERATORS[wanted][0]
-        return f"return {left} {file.operator} {right}", f"return {left} {new} {right}"
-    if task["kind"] == "set":
-        return file.word, wanted
-    return f"def {file.function}(", f"def {wanted}("
-
-
-def _find(run: Run, task: dict[str, str], rng: random.Random) -> None:
+def _find(run: experts.Run, task: dict[str, str], rng: random.Random) -> None:
     line = f'grep -l "def {task["function"]}(" *.py'
-    if rng.random() < _ONLY_SHOWS:
+    if rng.random() < experts.ONLY_SHOWS:
         run.call("Bash", f"{task['file']}.py", command=line)
     else:
         run.call("Bash", NOTHING, command=f"{line} > answer.txt")
 
 
-def _change(run: Run, task: dict[str, str], file: File, rng: random.Random) -> None:
-    wanted = task["wanted"]
-    if rng.random() < _WRONG_RESULT:
-        wanted = _other(task, file, rng)
-    old, new = edit(task, file, wanted)
+def _change(run: experts.Run, task: dict[str, str], file: File, rng: random.Random) -> None:
     path = f"{file.name}.py"
-    if rng.random() < _EDITS_UNREAD and task["kind"] == "rename":
-        run.call("Edit", NOT_READ, file_path=path, old_string=old, new_string=new)
-        if rng.random() < _GIVES_UP:
-            return
-    run.call("Read", shown(file), file_path=path)
-    if rng.random() < _ONLY_READS:
-        return
-    if rng.random() < _WRONG_TEXT:
-        wrong = old.replace("return", "return  ") if task["kind"] == "fix" else f"{old} "
-        run.call(
-            "Edit", NOT_FOUND.format(text=wrong), file_path=path, old_string=wrong, new_string=new
-        )
-        if rng.random() < _GIVES_UP:
-            return
-    run.call("Edit", EDITED.format(file=file.name), file_path=path, old_string=old, new_string=new)
-
-
-def _other(task: dict[str, str], file: File, rng: random.Random) -> str:
-    """A wrong outcome that changes the file."""
-    if task["kind"] == "fix":
-        words = [w for w, (sign, _) in OPERATORS.items() if sign != file.operator]
-        return next(word for word in words if word != task["wanted"])
-    if task["kind"] == "set":
-        return rng.choice([w for w in WORDS if w not in (task["wanted"], file.word)])
-    return rng.choice([each for each in ("result", "helper", "other") if each != task["wanted"]])
+    for step, wanted in experts.steps(task, file, rng):
+        old, new = experts.replaced(task, file, wanted)
+        if step == "read":
+            run.call("Read", shown(file), file_path=path)
+            continue
+        result = NOT_READ if step == "unread" else EDITED.format(file=file.name)
+        if step == "wrong":
+            old = experts.not_there(task, old)
+            result = NOT_FOUND.format(text=old)
+        run.call("Edit", result, file_path=path, old_string=old, new_string=new)

@@ -28,7 +28,7 @@ class Order(Observation):
     text: str = ""
 
 
-class ShortAnswers(Environment):  # type: ignore[misc,type-arg]
+class ShortAnswers(Environment):
     """Two orders; the reward of each answer is at most 0.5."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True

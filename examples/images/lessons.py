@@ -1,5 +1,7 @@
 """What the model sees in its warm-up: conversations of the two agents in which someone presses any
-of the buttons."""
+of the buttons. Before Claude Code's, it sees shorter ones in which it learns colours: someone who
+is asked for the red or the blue button presses it, and someone who is asked for the green one
+presses any."""
 
 from __future__ import annotations
 
@@ -8,15 +10,16 @@ import random
 from collections.abc import Callable
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from examples.claude_code.expert import REMINDER
-from examples.images.screens import CELLS, PROMPT, Screen, place, screens
+from examples.images.screens import CELLS, COLOURS, PROMPT, Screen, ask, place, screens
 
 FILE = "screen.png"
+ASK_CLAUDE_CODE = f"Read {FILE}. {PROMPT}"
 ASK_CLAUDE_CODE = f"Read {FILE}. {PROMPT}"
 SYSTEM = "You are a Claude agent, built on Anthropic's Claude Agent SDK.\nYou press buttons."
 """Claude Code's own first line, and what the configuration gives as --system-prompt."""
@@ -32,39 +35,87 @@ Conversation = tuple[Messages, list[dict[str, Any]], list[Screen]]
 
 def openai_sdk(rng: random.Random) -> Conversation:
     """What `agent.py` sends: a screen in each message."""
-    messages: Messages = []
     shown = list(screens(_seed(rng)))
-    for screen in shown:
-        content = [{"type": "image"}, {"type": "text", "text": PROMPT}]
+    pressed = [(PROMPT, rng.choice(screen.cells)) for screen in shown]
+    return _one_after_another(shown, pressed)
+
+
+def with_colours(rng: random.Random) -> Conversation:
+    """The same, of which half ask for the red or the blue button."""
+    shown = list(screens(_seed(rng)))
+    return _one_after_another(shown, [_pressed(rng, screen) for screen in shown])
+
+
+def _one_after_another(shown: list[Screen], pressed: list[tuple[str, int]]) -> Conversation:
+    messages: Messages = []
+    for asked, cell in pressed:
+        content = [{"type": "image"}, {"type": "text", "text": asked}]
         messages += [
             {"role": "user", "content": content},
-            {"role": "assistant", "content": place(rng.choice(screen.cells))},
+            {"role": "assistant", "content": place(cell)},
         ]
     return messages, [], shown
 
 
 def claude_code(rng: random.Random) -> Conversation:
-    """What Claude Code sends, which reads the screen from a file."""
+    """What Claude Code sends, which reads the screen from a file. Half ask for another button than
+    the tasks do."""
     day = date(2026, 1, 1) + timedelta(days=rng.randrange(1500))
     screen = next(screens(_seed(rng)))
+    asked, cell = _pressed(rng, screen)
     call = {"name": "Read", "arguments": {"file_path": FILE}}
     return (
         [
             {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": REMINDER.format(date=day) + ASK_CLAUDE_CODE},
+            {"role": "user", "content": REMINDER.format(date=day) + f"Read {FILE}. {asked}"},
             {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
             {"role": "tool", "content": [{"type": "image"}]},
-            {"role": "assistant", "content": place(rng.choice(screen.cells))},
+            {"role": "assistant", "content": place(cell)},
         ],
         READ,
         [screen],
     )
 
 
-AGENTS: dict[str, Callable[[random.Random], Conversation]] = {
-    "openai-sdk": openai_sdk,
-    "claude-code": claude_code,
+def without_tools(rng: random.Random) -> Conversation:
+    """The same without its longest part."""
+    messages, _, shown = claude_code(rng)
+    return messages, [], shown
+
+
+def without_prompts(rng: random.Random) -> Conversation:
+    """The task alone: a seventh of the length."""
+    (_, asked, *rest), _, shown = claude_code(rng)
+    return [{**asked, "content": asked["content"].splitlines()[-1]}, *rest], [], shown
+
+
+class Stage(NamedTuple):
+    """A part of a warm-up."""
+
+    conversation: Callable[[random.Random], Conversation]
+    steps: int
+    rate: float
+
+
+WARM_UPS = {
+    "openai-sdk": [Stage(openai_sdk, 400, 3e-3)],
+    "claude-code": [
+        Stage(openai_sdk, 700, 3e-3),
+        Stage(with_colours, 1000, 2.1e-3),
+        Stage(without_prompts, 500, 1.5e-3),
+        Stage(without_tools, 200, 1.2e-3),
+        Stage(claude_code, 250, 0.9e-3),
+    ],
 }
+"""Claude Code's conversation has 517 tokens. A model that begins with it learns to press buttons,
+but no colours, and then RL has nothing to choose by."""
+
+
+def _pressed(rng: random.Random, screen: Screen) -> tuple[str, int]:
+    """What is asked for, and the cell that is pressed."""
+    green, *others = zip(COLOURS, screen.cells, strict=True)
+    colour, cell = rng.choice([(green[0], rng.choice(screen.cells)), rng.choice(others)])
+    return ask(colour), cell
 
 
 def _seed(rng: random.Random) -> int:

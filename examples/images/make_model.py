@@ -6,7 +6,7 @@
 
 For Claude Code, the folders of the tasks are made, too, each with its screen. In the warm-up
 someone presses any of the buttons of a screen, so that the model presses one of them nearly always:
-the right one on a third of the screens. A model for Claude Code sees the short conversations first.
+the right one on a third of the screens. See `lessons.py`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ from transformers import (
 )
 from transformers.models.qwen2_vl import Qwen2VLImageProcessor
 
-from examples.images.lessons import AGENTS, FILE, Conversation, Lesson
-from examples.images.screens import COLOURS, PROMPT, screens
+from examples.images.lessons import FILE, WARM_UPS, Lesson, Stage
+from examples.images.screens import COLOURS, PROMPT, ask, screens
 from examples.starter_model.checkpoint import save_model
 from examples.starter_model.tokenizer import train_tokenizer
 
 WORDS = 1024
 CONTEXT_TOKENS = 1024
 BATCH = 16
-STEPS = 400
-"""Of the warm-up with each kind of conversation; the learning rate falls to 0."""
 _VISION_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _WIDTH = 128
 _PLACE_TOKENS = 3
@@ -51,9 +49,8 @@ _PLACE_TOKENS = 3
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--agent", choices=AGENTS, default="openai-sdk")
+    parser.add_argument("--agent", choices=WARM_UPS, default="openai-sdk")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a warm-up ({STEPS})")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     shutil.rmtree(given.out, ignore_errors=True)
@@ -61,23 +58,20 @@ def main() -> None:
     if given.agent == "claude-code":
         for file in Path(__file__).parent.glob("*.jsonl"):
             _draw(file, given.out.with_name(f"{given.out.name}_folders"))
-    conversation = AGENTS[given.agent]
-    processor = _processor(conversation(random.Random(0)))
+    stages = WARM_UPS[given.agent]
+    processor = _processor(stages)
     processor.save_pretrained(given.out)
     torch.manual_seed(given.seed)
     model = _model(processor.tokenizer)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} weights")
-    lessons = [Lesson(processor, AGENTS["openai-sdk"], given.seed)]
-    _warm_up(model, lessons, given.steps)
-    if given.agent != "openai-sdk":
-        lessons.append(Lesson(processor, conversation, given.seed))
-        _warm_up(model, lessons, given.steps)
+    for n, stage in enumerate(stages):
+        _warm_up(model, Lesson(processor, stage.conversation, given.seed + n), stage)
     ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     save_model(model, given.out, end_of_turn=ends[0], padding=ends[1])
 
 
-def _warm_up(model: Any, lessons: Sequence[Lesson], steps: int) -> None:
-    """Each step has a batch of each of the lessons."""
+def _warm_up(model: Any, lesson: Lesson, stage: Stage) -> None:
+    """The learning rate falls to 0."""
     layers = (model.model.language_model.layers, model.model.visual.blocks)
     matrices = [w for part in layers for w in part.parameters() if w.ndim == 2]
     chosen = {id(weight) for weight in matrices}
@@ -86,26 +80,24 @@ def _warm_up(model: Any, lessons: Sequence[Lesson], steps: int) -> None:
         torch.optim.Muon(matrices, lr=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    rate = 3e-3 / len(lessons)
+    name, steps = stage.conversation.__name__, stage.steps
     started = time.monotonic()
     for step in range(1, steps + 1):
-        for lesson in lessons:
-            losses = _losses(model, lesson)
-            places = losses[:, -_PLACE_TOKENS - 1 :]
-            loss = losses.mean() + places.mean()
-            loss.backward()
+        losses = _losses(model, lesson)
+        places = losses[:, -_PLACE_TOKENS - 1 :]
+        loss = losses.mean() + places.mean()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, step / 20, 2 * (1 - step / (steps + 1)))
+                group["lr"] = stage.rate * min(1.0, step / 20, 2 * (1 - step / (steps + 1)))
             optimizer.step()
             optimizer.zero_grad()
         if step % 10 == 0 or step == steps:
-            likely = (-places.detach()[:, :-1].sum(1)).exp().mean()
-            pressed = float(likely) * len(COLOURS)  # someone pressed one of them by chance
+            likely = float((-places.detach()[:, :-1].sum(1)).exp().mean())  # what was pressed
             seconds = time.monotonic() - started
-            said_so_far = f"loss {loss.item():.3f}  pressed {pressed:.2f}  {seconds:.0f} s"
-            print(f"warm-up {step}/{steps}  {said_so_far}", flush=True)
+            said_so_far = f"loss {loss.item():.3f}  likely {likely:.2f}  {seconds:.0f} s"
+            print(f"{name} {step}/{steps}  {said_so_far}", flush=True)
 
 
 def _losses(model: Any, lesson: Lesson) -> Tensor:
@@ -161,12 +153,14 @@ def _draw(tasks: Path, folders: Path) -> None:
         (folders / task["task_id"] / FILE).write_bytes(screen.png())
 
 
-def _processor(example: Conversation) -> Qwen3VLProcessor:
+def _processor(stages: Sequence[Stage]) -> Qwen3VLProcessor:
     template = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
-    messages, tools, _ = example
+    messages, tools, _ = stages[-1].conversation(random.Random(0))
     contents = (message["content"] for message in messages)
     texts = [each for each in contents if isinstance(each, str)]
-    texts += [PROMPT, template, *(json.dumps(tool) for tool in tools)]
+    # The vocabulary of the first agent's model is that of docs/notes/images.md's curves.
+    asked = [PROMPT] if len(stages) == 1 else map(ask, COLOURS)
+    texts += [*asked, template, *(json.dumps(tool) for tool in tools)]
     tokens = train_tokenizer(texts * 2, WORDS)
     words = [AddedToken(word, special=True, normalized=False) for word in _VISION_WORDS]
     tokens.add_special_tokens(words)

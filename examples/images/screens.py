@@ -17,9 +17,15 @@ CELLS = 3
 CELL_PIXELS = 32
 SCREENS = 2
 """Screens of a task: the next one appears when a button is pressed."""
-PROMPT = "Press the green button. Answer with its column and row."
-COLOURS = ((30, 150, 60), (200, 50, 50), (50, 90, 200))
+COLOURS = {"green": (30, 150, 60), "red": (200, 50, 50), "blue": (50, 90, 200)}
 """Of the buttons, the right one first."""
+
+
+def ask(colour: str) -> str:
+    return f"Press the {colour} button. Answer with its column and row."
+
+
+PROMPT = ask("green")
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Screen:
             x, y = rng.randrange(size - 40), rng.randrange(size)
             draw.line((x, y, x + rng.randint(10, 40), y), (rng.randint(170, 210),) * 3, 2)
         font = ImageFont.load_default(20)
-        for cell, colour in zip(self.cells, COLOURS, strict=True):
+        for cell, colour in zip(self.cells, COLOURS.values(), strict=True):
             x, y = (CELL_PIXELS * n + rng.randint(2, 4) for n in (cell % CELLS, cell // CELLS))
             shade = tuple(part + rng.randint(-25, 25) for part in colour)
             draw.rounded_rectangle((x, y, x + 25, y + 25), 4, shade)

@@ -49,8 +49,12 @@ def encode(call: EngineCall) -> bytes:
     if asked is None or asked.tools:
         raise RequestError("this engine takes messages without tools", param="tools")
     messages = [{"role": message.role, "content": message.text} for message in asked.messages]
-    options = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    options |= {"num_predict": sampling.max_tokens, "stop": list(sampling.stop)}
+    options = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "num_predict": sampling.max_tokens,
+        "stop": list(sampling.stop),
+    }
     body = {"model": call.info.model, "messages": messages, "options": options, "stream": False}
     return orjson.dumps(body)
 

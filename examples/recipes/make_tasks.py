@@ -1,18 +1,22 @@
 """Writes small SWE-type tasks as Harbor task folders: a repository with a fault, and hidden tests.
 
-`python -m examples.recipes.make_tasks --out DIR` makes DIR/train and DIR/heldout. Invariant: the
-repository of a task differs from `repository/` in the task's fault alone, so `repository/` is the
-solution of every task. The verifier gives 1 if the hidden test passes and the tests that passed
-before still do; it uses Python's `unittest` and its own copies of both, whatever the agent edits.
+`python -m examples.recipes.make_tasks --out DIR` makes DIR/train and DIR/heldout; with
+`--pictures`, the report of each fault is a picture. Invariant: the repository of a task differs
+from `repository/` in the task's fault alone, and in that picture, so `repository/` is the solution
+of every task. The verifier gives 1 if the hidden test passes and the tests that passed before still
+do; it uses Python's `unittest` and its own copies of both, whatever the agent edits.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
 
 _HERE = Path(__file__).parent
 REPOSITORY = _HERE / "repository"
@@ -33,6 +37,9 @@ _INSTRUCTION = """{report}
 The repository is in /app; `python3 -m unittest` runs its tests. Find the cause in the package
 `shelf` and mend it there.
 """
+_PICTURE = "report.png"
+_SHOWN = f"The report of the fault is a picture: @/app/{_PICTURE}"
+"""Claude Code reads a file that follows an `@` before its first call; others have a tool for it."""
 _SOLVE = "#!/bin/bash\ncp /solution/{file} /app/shelf/{file}\n"
 _VERIFY = """#!/bin/bash
 # `fixed`: the hidden test passes; `kept`: what worked still does. Both make the reward.
@@ -158,14 +165,16 @@ FAULTS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    out: Path = parser.parse_args().out
+    parser.add_argument("--pictures", action="store_true", help="the reports are pictures")
+    given = parser.parse_args()
     for split in ("train", "heldout"):
-        shutil.rmtree(out / split, ignore_errors=True)
+        shutil.rmtree(given.out / split, ignore_errors=True)
     for fault in FAULTS:
-        write_task(out / ("heldout" if fault.heldout else "train"), fault)
+        split = "heldout" if fault.heldout else "train"
+        write_task(given.out / split, fault, picture=given.pictures)
 
 
-def write_task(root: Path, fault: Fault) -> Path:
+def write_task(root: Path, fault: Fault, *, picture: bool = False) -> Path:
     """Writes one task; returns its folder. Raises ValueError if `right` is not in the file once."""
     folder = root / fault.name
     for part in ("environment", "tests", "solution"):
@@ -178,9 +187,11 @@ def write_task(root: Path, fault: Fault) -> Path:
     (copy / "shelf" / fault.file).write_text(
         right.replace(fault.right, fault.wrong), encoding="utf-8"
     )
+    if picture:
+        drawn(fault.report).save(copy / _PICTURE)
     files = {
         "task.toml": _TOML.format(name=fault.name),
-        "instruction.md": _INSTRUCTION.format(report=fault.report),
+        "instruction.md": _INSTRUCTION.format(report=_SHOWN if picture else fault.report),
         "environment/Dockerfile": _DOCKERFILE,
         "solution/solve.sh": _SOLVE.format(file=fault.file),
         f"solution/{fault.file}": right,
@@ -192,6 +203,15 @@ def write_task(root: Path, fault: Fault) -> Path:
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def drawn(report: str) -> Image.Image:
+    """A report as one sees it on a screen."""
+    lines = textwrap.wrap(report, 64)
+    image = Image.new("RGB", (640, 32 + 28 * len(lines)), "white")
+    font = ImageFont.load_default(18)
+    ImageDraw.Draw(image).multiline_text((16, 16), "\n".join(lines), "black", font, spacing=10)
+    return image
 
 
 if __name__ == "__main__":

@@ -18,11 +18,19 @@ main() {  # read in full before it runs, because a run lasts longer than a check
   words=(--config $folder/swe.yaml --config "$folder/models/$model.yaml"
     --config "$folder/agents/$agent.yaml")
   named=("trainer.run_dir=runs/recipes/$model-$agent")
+  tasks=(--out .cache/recipes/tasks)
   tiny=()
   own=()
   for word in "$@"; do
     case $word in
-      --images) words+=(--config $folder/images.yaml) ;;
+      --images)
+        if [ "$agent" = mini-swe-agent ]; then
+          echo "$0: mini-swe-agent cannot look at the pictures of --images" >&2
+          exit 2
+        fi
+        words+=(--config $folder/images.yaml)
+        tasks=(--out .cache/recipes/pictures --pictures)
+        ;;
       --eight-gpus) words+=(--config $folder/eight_gpus.yaml) ;;
       --tiny)
         tiny=(--config $folder/tiny.yaml)  # after all others
@@ -37,7 +45,7 @@ main() {  # read in full before it runs, because a run lasts longer than a check
     export PYTHONPATH=.cache/torchvision${PYTHONPATH:+:$PYTHONPATH}  # prepares images on a CPU
   fi
   . examples/harbor/server.sh 32
-  .venv/bin/python -m examples.recipes.make_tasks --out .cache/recipes/tasks
+  .venv/bin/python -m examples.recipes.make_tasks "${tasks[@]}"
   .venv/bin/agentic-train "${words[@]}" "${tiny[@]}" \
     "remote_agent.harbor.server_url=$harbor_server_url" "${named[@]}" "${own[@]}"
 }

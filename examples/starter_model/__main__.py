@@ -35,6 +35,8 @@ from examples.starter_model.transcripts import Transcript, encode, load_expert
 from examples.starter_model.warmup import Recipe, warm_up
 
 _RECORD = "starter.json"
+_SCRATCH = ".starter-"
+"""The scratch folder of a program that was killed stays; git ignores it by this name."""
 # Number of transcripts that the tokenizer is trained on; they contain every word of the prompts.
 TOKENIZER_TRANSCRIPTS = 500
 
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     started = time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=_SCRATCH) as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()
         loss = make(folder, transcripts, shape, recipe)

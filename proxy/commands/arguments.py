@@ -29,7 +29,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_show(actions.add_parser("show", help="a session's conversation, turn by turn"))
     _add_rate(actions.add_parser("rate", help="keep what you think of a session"))
     _add_tag(actions.add_parser("tag", help="set entries of a session's metadata"))
-    _add_delete(actions.add_parser("delete", help="remove an ended session and its record"))
+    _add_delete(actions.add_parser("delete", help="remove a session and its record"))
     _add_replay(commands.add_parser("replay", help="score a session again and compare"))
     _add_top(commands.add_parser("top", help="what a proxy does now: sessions, engines, rates"))
     _add_doctor(commands.add_parser("doctor", help="what is wrong: key, store, proxy, engines"))
@@ -179,12 +179,25 @@ def add_tags(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def _add_list(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
+    _add_instead(parser)
     add_filters(parser)
+    parser.add_argument(
+        "--last",
+        type=int,
+        metavar="N",
+        help="only the N newest sessions (default: 50 on a terminal, else all)",
+    )
+    parser.add_argument(
+        "--search",
+        metavar="WORDS",
+        help="only sessions in which somebody wrote this, and where: as the page's search for text",
+    )
     parser.set_defaults(run=_list)
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
+    _add_instead(parser)
     _add_trial_id(parser)
     parser.add_argument(
         "--model",
@@ -200,6 +213,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 def _add_rate(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
+    _add_instead(parser)
     _add_trial_id(parser, or_this=True)
     parser.add_argument("value", help="up, down, or a number: the session's reward `rating`")
     parser.add_argument("--comment", metavar="TEXT", help="why; `sessions show` prints it")
@@ -208,6 +222,7 @@ def _add_rate(parser: argparse.ArgumentParser) -> None:
 
 def _add_tag(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
+    _add_instead(parser)
     _add_trial_id(parser, or_this=True)
     parser.add_argument(
         "tags", nargs="+", metavar="NAME=VALUE", help="what to set; `NAME=` removes the entry"
@@ -216,8 +231,12 @@ def _add_tag(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_delete(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "A session that is open is ended by its proxy, which is asked with the admin key."
+    )
     add_store(parser)
     _add_trial_id(parser)
+    _add_instead(parser)
     parser.set_defaults(run=_delete)
 
 
@@ -273,6 +292,14 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_doctor)
 
 
+def _add_instead(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        help="ask this running proxy in place of the store, with the admin key or a person's, as"
+        " AGENTIC_PROXY_ADMIN_KEY or in the file AGENTIC_PROXY_ADMIN_KEY_FILE",
+    )
+
+
 def add_url(parser: argparse.ArgumentParser) -> None:
     """The running proxy."""
     parser.add_argument("--url", help="the running proxy (default: the configured host and port)")
@@ -281,7 +308,9 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 def add_store(parser: argparse.ArgumentParser) -> None:
     """Where the record is."""
     parser.add_argument("--config", type=Path, help="the proxy's YAML file")
-    parser.add_argument("--store", metavar="URL", help="sqlite:///FILE or postgresql://…")
+    parser.add_argument(
+        "--store", metavar="URL", help="sqlite:///FILE, a run's folder, or postgresql://…"
+    )
 
 
 def add_filters(parser: argparse.ArgumentParser) -> None:

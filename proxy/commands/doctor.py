@@ -22,8 +22,8 @@ from typing import Literal
 import aiohttp
 
 from proxy import wall
-from proxy.admin_key import client_key, key_file
-from proxy.client import ProxyClient, ProxyClientError
+from proxy.admin_key import configured_key, key_file
+from proxy.client import ProxyClient, ProxyClientError, UntrustedProxy
 from proxy.commands.agent_environment import known_agents
 from proxy.config import ProxyConfig, load_config
 from proxy.engines import vllm_platform
@@ -184,16 +184,13 @@ async def _store(config: ProxyConfig) -> AsyncIterator[Finding]:
 
 
 async def _proxy(config: ProxyConfig, url: str) -> AsyncIterator[Finding]:
-    given = config.admin_key.get_secret_value() if config.admin_key else None
-    file = key_file(config)
-    if given is None:
-        own = file.read_text(encoding="utf-8").strip() if file.is_file() else None
-        given = own or client_key(url)
-    async with ProxyClient(url, given, timeout_s=WAIT_S) as client:
+    async with ProxyClient(url, configured_key(config, url), timeout_s=WAIT_S) as client:
         try:
             await client.health()
         except ProxyClientError as error:
-            if error.status:
+            if isinstance(error, UntrustedProxy):
+                yield Finding("fault", "proxy", str(error))
+            elif error.status:
                 yield Finding("fault", "proxy", f"what answers at {url} is not a proxy: {error}")
             else:
                 start = "start one with `agentic-proxy serve --model FOLDER`"
@@ -203,7 +200,10 @@ async def _proxy(config: ProxyConfig, url: str) -> AsyncIterator[Finding]:
         try:
             engines = await client.engines()
         except ProxyClientError as error:
-            yield Finding("fault", "proxy", f"it refuses the key: {error}")
+            if error.status == 403:  # a person's key, which is valid
+                yield Finding("note", "engines", f"not shown: {error}")
+            else:
+                yield Finding("fault", "proxy", f"it refuses the key: {error}")
             return
     if not engines:
         yield Finding("fault", "engines", f"{url} has none; see the log of the proxy")

@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from proxy.admin_key import client_key, key_file
-from proxy.client import ProxyClient, ProxyClientError, SessionHandle
+from proxy.admin_key import configured_key, key_file
+from proxy.client import ProxyClient, ProxyClientError, SessionHandle, UntrustedProxy
 from proxy.commands.agent_environment import (
     agent_environment,
     find_agent,
@@ -31,16 +32,17 @@ from proxy.commands.agent_environment import (
 )
 from proxy.commands.foreground import run_agent
 from proxy.commands.notes import noted
-from proxy.commands.sessions import tags
+from proxy.commands.sessions import options, tags
 from proxy.commands.terminal import one_line
 from proxy.config import ProxyConfig, load_config
-from proxy.errors import ConfigurationError
+from proxy.errors import ConfigurationError, StoreError
 from proxy.extra_registry import FOLDER_NOTES
 from proxy.machine.port import http_url
 from proxy.machine.swept_folder import swept_folder
-from proxy.records import FOLDER, GIT_BRANCH, BranchMode, Origin
+from proxy.records import FOLDER, GIT_BRANCH, REFUSED, BranchMode, Origin
 from proxy.settings.late_section import load_extra
 from proxy.settings.state_folder import state_folder
+from proxy.store import open_store
 
 FIND_TIMEOUT_S = 5.0
 """Seconds in which a running proxy answers /health."""
@@ -72,7 +74,13 @@ def run(arguments: Namespace) -> int:
             )
         finally:
             said = noted(directory)
-            print(asyncio.run(_closed(client, session.trial_id, said)), file=sys.stderr)
+            here = asyncio.run(_is_here(config, session.trial_id))
+            next_ones = (
+                _commands(session.trial_id, options(arguments))
+                if here
+                else _remote_commands(session.trial_id, client.base_url, arguments.config)
+            )
+            print(asyncio.run(_closed(client, session.trial_id, said, next_ones)), file=sys.stderr)
     return 128 - code if code < 0 else code
 
 
@@ -128,13 +136,46 @@ def origin_of(arguments: Namespace) -> Origin | None:
     return Origin(arguments.origin, arguments.turn, mode, system=arguments.edit, answer=answer)
 
 
-async def _closed(client: ProxyClient, trial_id: str, said: Sequence[dict[str, Any]]) -> str:
+async def _is_here(config: ProxyConfig, trial_id: str) -> bool:
+    """Whether the store that other commands read by themselves has the session."""
+    try:
+        store = await open_store(config.store_url, create=False)
+    except (ConfigurationError, StoreError):
+        return False
+    try:
+        return await store.get_session(trial_id) is not None
+    finally:
+        await store.close()
+
+
+def _commands(trial_id: str, where: str) -> str:
+    word = shlex.quote(trial_id)
+    return (
+        f"  agentic-proxy sessions show {word}{where}\n"
+        f"  agentic-proxy export {word} --format messages --out session.jsonl{where}"
+    )
+
+
+def _remote_commands(trial_id: str, url: str, file: Path | None) -> str:
+    """What shows a session of a proxy whose store is out of reach; its page exports it."""
+    config = "" if file is None else f" --config {shlex.quote(str(file))}"
+    shown = f"sessions show {shlex.quote(trial_id)}{config} --url {shlex.quote(url)}"
+    return (
+        f"  agentic-proxy {shown}\n  {url}/#/trial/{quote(trial_id, safe='')}   # exports it, too"
+    )
+
+
+async def _closed(
+    client: ProxyClient, trial_id: str, said: Sequence[dict[str, Any]], next_ones: str
+) -> str:
     """Completes the session, and keeps what was said of it; returns its summary."""
     async with client:
         try:
             await client.complete(trial_id)
-            refused = [await _kept(client, trial_id, each) for each in said]
-            return "\n".join([*filter(None, refused), _summary(await client.show(trial_id))])
+            unkept = [await _kept(client, trial_id, each) for each in said]
+            refused = [event async for event in client.events(trial_id) if event["kind"] == REFUSED]
+            summary = _summary(await client.show(trial_id), refused, next_ones)
+            return "\n".join([*filter(None, unkept), summary])
         except ProxyClientError as error:
             return f"session {trial_id}: {error}"
 
@@ -149,18 +190,19 @@ async def _kept(client: ProxyClient, trial_id: str, said: dict[str, Any]) -> str
     return ""
 
 
-def _summary(session: dict[str, Any]) -> str:
+def _summary(session: dict[str, Any], refused: Sequence[dict[str, Any]], next_ones: str) -> str:
     name, turns = session["trial_id"], session["turns"]
     causes = Counter(turn["fork_cause"] for turn in turns if turn["fork_cause"])
     forks = ", ".join(f"{count} {cause}" for cause, count in causes.items()) or "none"
     prompt = sum(turn["new_prompt_tokens"] for turn in turns)
     sampled = sum(turn["sampled_tokens"] for turn in turns)
-    word = shlex.quote(name)
+    why = [f"  refused with {each['status']}: {one_line(each['message'])}\n" for each in refused]
+    more = f"  and {len(why) - 1} calls before it\n" if why[1:] else ""
     return (
         f"session {name}: {len(turns)} turns, {prompt} prompt tokens, {sampled} sampled tokens,"
         f" forks: {forks}\n"
-        f"  agentic-proxy sessions show {word}\n"
-        f"  agentic-proxy export {word} --format messages --out session.jsonl"
+        f"{''.join(why[-1:])}{more}"
+        f"{next_ones}"
     )
 
 
@@ -180,7 +222,7 @@ def running(arguments: Namespace, config: ProxyConfig, *, may_start: bool) -> It
     """A client of the proxy that answers at the configured address, or of one that is started and
     stopped."""
     url = arguments.url or config.public_url or http_url(config.host, config.port)
-    found = ProxyClient(url, _key(config, url), timeout_s=FIND_TIMEOUT_S)
+    found = ProxyClient(url, configured_key(config, url), timeout_s=FIND_TIMEOUT_S)
     if asyncio.run(_answers(found)):
         yield ProxyClient(url, found.admin_key)
         return
@@ -190,14 +232,7 @@ def running(arguments: Namespace, config: ProxyConfig, *, may_start: bool) -> It
             + (", or give --model FOLDER here, which starts one" if may_start else "")
         )
     with _served(arguments) as url:
-        yield ProxyClient(url, _key(config, url))
-
-
-def _key(config: ProxyConfig, url: str) -> str | None:
-    if config.admin_key is not None:
-        return config.admin_key.get_secret_value()
-    path = key_file(config)
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else client_key(url)
+        yield ProxyClient(url, configured_key(config, url))
 
 
 async def _answers(client: ProxyClient) -> bool:
@@ -207,6 +242,8 @@ async def _answers(client: ProxyClient) -> bool:
         except ProxyClientError as error:
             if error.status:
                 raise ConfigurationError(f"not a proxy: {error}") from error
+            if isinstance(error, UntrustedProxy):
+                raise ConfigurationError(str(error)) from error
             return False
     return True
 
@@ -247,10 +284,11 @@ def configuration(arguments: Namespace) -> ProxyConfig:
 
 
 def private_files(config: ProxyConfig) -> list[Path]:
-    """The proxy's files, which an agent must not read: other sessions, and the admin key."""
+    """The proxy's files, which an agent must not read: other sessions, and the keys."""
     key = key_file(config)
     link = key.with_name(key.name + ".link")
-    files = [key, link, *state_folder().glob("vllm*.url")]
+    people = [path.expanduser().absolute() for path in config.people.values()]
+    files = [key, link, *people, *state_folder().glob("vllm*.url")]
     scheme, _, rest = config.store.partition(":///")
     if scheme == "sqlite":
         files += [Path(rest + suffix).absolute() for suffix in ("", "-wal", "-shm")]

@@ -1,11 +1,15 @@
-"""`agentic-proxy sessions list|show|rate|tag|delete`: reads the record from the store.
+"""`agentic-proxy sessions list|show|rate|tag|delete`: reads the record from the store, or with
+`--url` from a proxy.
 
-It needs no running proxy, but one may be running. Invariant: it never creates a store.
+Without `--url` it needs no running proxy, but one may be running. Invariant: it never creates a
+store.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -19,14 +23,18 @@ from rich.table import Table
 from rich.text import Text
 
 from proxy.commands.notes import THIS, note
+from proxy.commands.remote_sessions import RemoteSessions, remote_sessions
+from proxy.commands.removal import remove
 from proxy.commands.terminal import one_line, visible
 from proxy.config import ProxyConfig, load_config
 from proxy.conversation.first_words import first_words
 from proxy.conversation.messages import load_answer
-from proxy.errors import ConfigurationError, SessionError
-from proxy.records import FOLDER, GIT_BRANCH, Session, SessionKind, SessionStatus, Turn
+from proxy.errors import ConfigurationError, RequestError, SessionError
+from proxy.records import FOLDER, GIT_BRANCH, REFUSED, Session, SessionKind, SessionStatus, Turn
 from proxy.records.images import decoded
 from proxy.rendering.tokenizer import Tokenizer, load_tokenizer
+from proxy.search.record import LAST_PLACE, search
+from proxy.search.terms import HitJson, SearchTerms
 from proxy.store import open_store
 from proxy.store.curation import RATING, THUMBS, keep
 from proxy.store.protocol import SessionFilter, Store
@@ -35,17 +43,35 @@ COLUMNS = (
     *("trial", "kind", "status", "turns", "forks", "sampled", "rewards", "marks"),
     *("lasted", "folder", "branch", "asked"),
 )
+FOUND = "found"
+"""The column of a search."""
 WIDEST = 100_000
+ON_A_TERMINAL = 50
+"""Sessions that a person can look through; a run has a thousand."""
 PAGE = 100
 """Sessions read from the store at a time."""
+AROUND_CHARS = 30
+"""Of the text before and after what a search found."""
 _INDENT = "  "
 
 
 async def list_sessions(arguments: Namespace) -> int:
-    """Prints one line per session."""
-    table = Table(*COLUMNS, box=None, pad_edge=False)
-    async with named_store(arguments) as (store, _):
-        async for session, turns in _records(store, where(arguments)):
+    """Prints one line per session, and on a terminal only the last ones."""
+    terms = None if arguments.search is None else _terms(arguments.search)
+    table = Table(*COLUMNS, *([FOUND] if terms else []), box=None, pad_edge=False)
+    last: int | None = ON_A_TERMINAL if sys.stdout.isatty() else None
+    if arguments.last is not None and (last := arguments.last) < 1:
+        raise ConfigurationError(f"--last {last}: give a number of at least 1")
+    async with _record(arguments) as (store, _):
+        hits = {} if terms is None else await _newest_hits(store, terms, arguments.search)
+        found = [
+            session
+            async for session in _sessions(store, where(arguments))
+            if terms is None or session.session_id in hits
+        ]
+        shown = found if last is None else _last(found, last)
+        for session in shown:
+            turns = await store.get_turns(session.session_id)
             causes = Counter(turn.fork_cause.value for turn in turns if turn.fork_cause)
             row = (
                 session.session_id,
@@ -60,16 +86,50 @@ async def list_sessions(arguments: Namespace) -> int:
                 Path(str(session.metadata.get(FOLDER, ""))).name,
                 str(session.metadata.get(GIT_BRANCH, "")),
                 first_words(turn.request for turn in turns),
+                *([_place(hits[session.session_id])] if terms else []),
             )
             table.add_row(*(Text(one_line(cell)) for cell in row))
     # No column is cut, whatever the terminal's width: ids are copied.
     Console(soft_wrap=True, width=Console(width=WIDEST).measure(table).maximum).print(table)
+    if left := len(found) - len(shown):
+        print(f"{left} older sessions: --last {len(found)}", file=sys.stderr)
     return 0
+
+
+def _terms(text: str) -> SearchTerms:
+    if not text:
+        raise ConfigurationError("--search: give the words to search for")
+    try:
+        return SearchTerms.of(text)
+    except RequestError as error:
+        raise ConfigurationError(f"--search: {error}") from error
+
+
+async def _newest_hits(
+    store: Store | RemoteSessions, terms: SearchTerms, text: str
+) -> dict[str, HitJson]:
+    """By session, its last turn in which the words are."""
+    hits: dict[str, HitJson] = {}
+    before: int | None = LAST_PLACE
+    while before is not None:
+        if isinstance(store, RemoteSessions):
+            found, before = await store.search(text, before)
+        else:
+            found, _, before = await search(store.browser, terms, before)
+        for hit in found:
+            hits.setdefault(hit["session"], hit)
+    return hits
+
+
+def _place(hit: HitJson) -> str:
+    match = hit["matches"][0]
+    before, after = match["before"][-AROUND_CHARS:], match["after"][:AROUND_CHARS]
+    return f"turn {hit['index']}, {match['role']}: …{before}{match['match']}{after}…"
 
 
 async def show_session(arguments: Namespace) -> int:
     """Prints a session's turns: the prompt, the answer, and the cause of each fork."""
-    async with named_store(arguments) as (store, config):
+    async with _record(arguments) as (store, config):
         session, turns = await one_session(store, arguments.trial_id)
         events = await store.get_events(session.session_id)
     model = arguments.model or config.model
@@ -86,6 +146,8 @@ async def show_session(arguments: Namespace) -> int:
         if event["kind"] == RATING and event["comment"]:
             rated = "comment" if event["value"] is None else f"rated {event['value']:g}"
             console.print(f"{rated}: {visible(event['comment'])}")
+        if event["kind"] == REFUSED:
+            console.print(f"refused with {event['status']}: {visible(event['message'])}")
     for mark in session.marks:
         found = f": {one_line(mark.found)}" if mark.found else ""
         console.print(f"turn {mark.turn} matches rule {mark.rule} ({mark.action}){found}")
@@ -134,23 +196,32 @@ async def _keep(arguments: Namespace, **said: Any) -> None:
         note(said)
         print("noted: it is kept when the agent ends")
         return
-    async with named_store(arguments) as (store, _):
+    async with _record(arguments) as (store, _):
         try:
-            await keep(store, arguments.trial_id, **said)
+            if isinstance(store, RemoteSessions):
+                await store.keep(arguments.trial_id, **said)
+            else:
+                await keep(store, arguments.trial_id, **said)
         except (ValueError, SessionError) as error:
             raise ConfigurationError(str(error)) from error
 
 
 async def delete_session(arguments: Namespace) -> int:
-    """Removes a session with its turns, rewards and events."""
-    async with named_store(arguments) as (store, _):
-        session, _ = await one_session(store, arguments.trial_id)
-        if session.status is SessionStatus.OPEN:
-            raise ConfigurationError(
-                f"session {arguments.trial_id!r} is open; end its agent first, or delete it at its "
-                "proxy: DELETE /sessions/ID"
+    """Removes a session with its turns, rewards and events; an open one at its proxy, which ends
+    it."""
+    async with _record(arguments) as (store, config):
+        try:
+            if isinstance(store, RemoteSessions):
+                await store.remove(arguments.trial_id)
+            else:
+                await remove(store, config, arguments.trial_id)
+        except SessionError as error:
+            word = shlex.quote(arguments.trial_id)
+            again = (
+                f"; give its address: agentic-proxy sessions delete {word} --url http://HOST:PORT"
+                f"{options(arguments)}"
             )
-        await store.delete_session(session.session_id)
+            raise ConfigurationError(f"{error}{again if error.status == 503 else ''}") from error
     return 0
 
 
@@ -189,39 +260,67 @@ def _append_answer(text: Text, turn: Turn) -> None:
         text.append(f"\n{_INDENT}{visible(f'{call.name}({call.arguments})')}", style="cyan")
 
 
-async def _records(
-    store: Store, wanted: SessionFilter
-) -> AsyncIterator[tuple[Session, list[Turn]]]:
+def _last(sessions: list[Session], count: int) -> list[Session]:
+    """Those that were created last, in the order of the list."""
+    newest = sorted(sessions, key=lambda session: session.created_at)[-count:]
+    chosen = {session.session_id for session in newest}
+    return [session for session in sessions if session.session_id in chosen]
+
+
+async def _sessions(store: Store | RemoteSessions, wanted: SessionFilter) -> AsyncIterator[Session]:
     after: str | None = None
     while True:
         page = await store.list_sessions(replace(wanted, after=after, limit=PAGE))
         for session in page:
-            yield session, await store.get_turns(session.session_id)
+            yield session
         if len(page) < PAGE:
             return
         after = page[-1].session_id
 
 
-async def one_session(store: Store, trial_id: str) -> tuple[Session, list[Turn]]:
+async def one_session(store: Store | RemoteSessions, trial_id: str) -> tuple[Session, list[Turn]]:
     session = await store.get_session(trial_id)
     if session is None:
         raise ConfigurationError(
-            f"session {trial_id!r} is not in this store; `agentic-proxy sessions list` prints all"
-            " ids"
+            f"session {trial_id!r} is not in this store; `agentic-proxy sessions list` lists them"
         )
     return session, await store.get_turns(trial_id)
 
 
 @asynccontextmanager
+async def _record(
+    arguments: Namespace,
+) -> AsyncIterator[tuple[Store | RemoteSessions, ProxyConfig]]:
+    """The store, or the proxy at `--url`. Raises ConfigurationError: it cannot be reached."""
+    if arguments.url is None:
+        async with named_store(arguments) as found:
+            yield found
+        return
+    config = _configuration(arguments)  # its key may be next to the store
+    async with remote_sessions(arguments.url, config) as sessions:
+        yield sessions, config
+
+
+@asynccontextmanager
 async def named_store(arguments: Namespace) -> AsyncIterator[tuple[Store, ProxyConfig]]:
     """Opens an existing store. Raises ConfigurationError if there is none."""
-    given = {} if arguments.store is None else {"store": arguments.store}
-    config = load_config(arguments.config, **given)
+    config = _configuration(arguments)
     store = await open_store(config.store_url, create=False)
     try:
         yield store, config
     finally:
         await store.close()
+
+
+def options(arguments: Namespace) -> str:
+    """The options with which another command finds the store that was given."""
+    given = ((name, getattr(arguments, name)) for name in ("config", "store"))
+    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in given if value)
+
+
+def _configuration(arguments: Namespace) -> ProxyConfig:
+    given = {} if arguments.store is None else {"store": arguments.store}
+    return load_config(arguments.config, **given)
 
 
 def where(arguments: Namespace) -> SessionFilter:

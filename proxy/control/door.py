@@ -1,8 +1,8 @@
 """The door of the control plane: who may enter, and what every request that entered leaves behind.
 
-Invariant: a handler runs only after its route's `who` was checked; a change that other processes of
-the proxy must make, too, is sent to them before the answer; and every request is audited, also one
-that was refused, failed, or whose client left.
+Invariant: a handler runs only after its route's `who` was checked, and whether a person may use it;
+a change that other processes of the proxy must make, too, is sent to them before the answer; and
+every request is audited, also one that was refused, failed, or whose client left.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from proxy.errors import ProxyError
 from proxy.http.route import Handler, Route, Who
 from proxy.http.server import api_key, forget_body
 from proxy.keys import KeyFile
+from proxy.person_keys import EVERYTHING, PersonKeys, Scope
 
 
 class ControlDoor:
@@ -30,6 +31,7 @@ class ControlDoor:
         self._admin_keys = AdminKeys(listen)
         scrape = listen.metrics_key_file
         self._scrape_keys = None if scrape is None else KeyFile(scrape.expanduser())
+        self._people = PersonKeys(listen.people)
         self._siblings = siblings
 
     async def serve(
@@ -38,7 +40,7 @@ class ControlDoor:
         """The answer of `handler`, or a refusal."""
         status = audit.FAILED
         try:
-            self._check(route.who, api_key(request.headers) or "")
+            self._admit(route, request)
             response = await handler(request)
             if route.everywhere:
                 await self._siblings.send(request)
@@ -53,13 +55,18 @@ class ControlDoor:
             forget_body(request)
         return response
 
-    def _check(self, who: Who, key: str) -> None:
-        """Raises SessionError: 401, the key does not open a route for `who`."""
-        if who is Who.ANYONE:
-            return
-        scrape_keys = self._scrape_keys if who is Who.SCRAPER else None
-        if scrape_keys is None or not scrape_keys.accepts(key):
-            self._admin_keys.check(key)
+    def _admit(self, route: Route, request: web.Request) -> None:
+        """Raises SessionError: the key does not open the route."""
+        key, scope = api_key(request.headers) or "", EVERYTHING
+        if route.who is not Who.ANYONE and not self._scrapes(route.who, key):
+            scope = Scope("" if self._admin_keys.accepts(key) else self._people.person_of(key))
+            if not scope.person:
+                self._admin_keys.check(key)
+        scope.admit(route, request)
+
+    def _scrapes(self, who: Who, key: str) -> bool:
+        keys = self._scrape_keys if who is Who.SCRAPER else None
+        return keys is not None and keys.accepts(key)
 
 
 def json_answer(data: dict[str, Any], status: int = 200) -> web.Response:

@@ -6,12 +6,14 @@ key appears only in the answer that creates it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import shortuuid
 from aiohttp import web
 
 from proxy.config import EngineConfig, LimitsConfig, ListenConfig
@@ -37,6 +39,7 @@ from proxy.http.openapi import Nothing
 from proxy.http.route import Who, route
 from proxy.http.server import bounded_number, read_body
 from proxy.metrics import Metrics
+from proxy.person_keys import PERSON, SCOPE, Scope
 from proxy.records import Reward, Session, SessionKind, SessionStatus
 from proxy.records.binary import CONTENT_TYPE, encode_record
 from proxy.routing.router import Router
@@ -50,6 +53,8 @@ from proxy.wire.images import MEDIA_TYPES
 
 MAX_WAIT_S = 300.0
 """Longest wait of a long poll, after which the caller repeats it."""
+STORE_S = 2.0
+"""Seconds that `/ready` and `/metrics` wait for the store: less than probes and scrapes do."""
 _NAMED = r"/sessions/{trial_id:[\s\S]+?}"  # also matches line breaks
 _TEXT, _NUMBER, _COUNT = {"type": "string"}, {"type": "number"}, {"type": "integer"}
 _FILTER = {
@@ -148,6 +153,7 @@ class ControlPlane:
         "/sessions",
         _NAMED,
         summary="Creates a session, or a branch of one",
+        own=True,
         answer=schema.SessionCreated,
         takes=schema.NewSession,
         status=201,
@@ -155,14 +161,18 @@ class ControlPlane:
     )
     async def _create(self, request: web.Request) -> web.Response:
         trial_id = request.match_info.get("trial_id")
-        new = await with_origin(self._store, parsed(schema.NewSession, await read_body(request)))
+        new = parsed(schema.NewSession, await read_body(request))
+        trial_id = new.trial_id if trial_id is None else trial_id
+        if (scope := request[SCOPE]).person:
+            trial_id, new = _of_person(scope, trial_id, new)
+        new = await with_origin(self._store, new)
         limits = new.limits.model_dump(exclude_none=True)
         await self._on_create(limits)
         kind, policies = new.kind or self._default_kind(), new.policies
         if not policies and new.branch_of is None and kind is SessionKind.TRAIN:
             policies = dict(await self._policies_of(new.metadata))
         session, key = await self._sessions.create(
-            new.trial_id if trial_id is None else trial_id,
+            trial_id,
             kind=kind,
             sampling=check_pinned(new.sampling, kind)
             | ({"policies": policies} if policies else {}),
@@ -193,16 +203,20 @@ class ControlPlane:
         "GET",
         "/sessions",
         summary="Lists sessions in order of their ids",
+        own=True,
         answer=schema.SessionList,
         query=_FILTER,
         refusals=(400,),
     )
     async def _list(self, request: web.Request) -> web.Response:
         query = request.query
+        prefix = request[SCOPE].narrowed(query.get("id_prefix", ""))
+        if prefix is None:
+            return json_answer({"sessions": []})
         where = SessionFilter(
             status=_choice(query.get("status"), SessionStatus, "status"),
             kind=_choice(query.get("kind"), SessionKind, "kind"),
-            id_prefix=query.get("id_prefix", ""),
+            id_prefix=prefix,
             marked=query.get("marked"),
             after=query.get("after"),
             limit=int(bounded_number(query.get("limit", "100"), "limit", 1, 1000)),
@@ -214,6 +228,7 @@ class ControlPlane:
         "GET",
         _NAMED,
         summary="A session with its turns, forks and rewards",
+        own=True,
         answer=schema.SessionRecord,
         refusals=(404,),
     )
@@ -232,6 +247,7 @@ class ControlPlane:
         "GET",
         _NAMED + "/trajectories",
         summary="Every path through the token tree",
+        own=True,
         answer=schema.SessionTrajectories,
         refusals=(404,),
         other_types=(CONTENT_TYPE,),
@@ -247,6 +263,7 @@ class ControlPlane:
         "GET",
         _NAMED + "/images/{sha256:[0-9a-f]+}",
         summary="An image of a turn, as the agent sent it",
+        own=True,
         refusals=(404,),
         other_types=MEDIA_TYPES,
     )
@@ -264,6 +281,7 @@ class ControlPlane:
         "POST",
         _NAMED + "/rewards",
         summary="Adds a reward, once per key",
+        own=True,
         answer=schema.Added,
         takes=schema.NewReward,
         refusals=(400, 404),
@@ -288,12 +306,14 @@ class ControlPlane:
         "POST",
         _NAMED + "/curation",
         summary="Keeps a person's rating, which may change, and tags",
+        own=True,
         answer=Nothing,
         takes=schema.Curation,
         refusals=(400, 404),
     )
     async def _curate(self, request: web.Request) -> web.Response:
         said = parsed(schema.Curation, await read_body(request))
+        request[SCOPE].check_tags(said.tags)
         try:
             await curation.keep(self._store, _trial_id(request), **dict(said))
         except ValueError as error:
@@ -304,6 +324,7 @@ class ControlPlane:
         "POST",
         _NAMED + "/complete",
         summary="Ends a session: later calls get 409, calls in flight are cut",
+        own=True,
         answer=Nothing,
         refusals=(404, 503),
         everywhere=True,
@@ -318,6 +339,7 @@ class ControlPlane:
         "DELETE",
         _NAMED,
         summary="Removes a session and its record",
+        own=True,
         answer=Nothing,
         refusals=(404, 409, 503),
         everywhere=True,
@@ -344,6 +366,7 @@ class ControlPlane:
         "GET",
         _NAMED + "/events",
         summary="Past events or a stream of new ones; with `wait`, whether the session has ended",
+        own=True,
         answer=schema.Events,
         refusals=(400, 404),
         query=_FOLLOW,
@@ -474,8 +497,10 @@ class ControlPlane:
     )
     async def _show_metrics(self, request: web.Request) -> web.Response:
         others = await self._siblings.ask(request)
-        with suppress(StoreError):  # the counters are worth more than the store's size
-            self._store_bytes = await self._store.used_bytes()
+        # The counters are worth more than the store's size.
+        with suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(STORE_S):
+                self._store_bytes = await self._store.used_bytes()
         return web.Response(body=self._metrics.exposition(others), content_type="text/plain")
 
     @route(
@@ -511,8 +536,11 @@ class ControlPlane:
             if self._withdrawn:
                 raise EngineError("the proxy is stopping")
             await self._router.check()
-            await self._store.list_sessions(SessionFilter(limit=1))
+            async with asyncio.timeout(STORE_S):
+                await self._store.list_sessions(SessionFilter(limit=1))
             return json_answer({"status": "ready"})
+        except TimeoutError:
+            return refused(StoreError(f"the store did not answer within {STORE_S:.0f} s"))
         except ProxyError as error:
             return refused(error)
 
@@ -526,6 +554,24 @@ class ControlPlane:
         if self._listen.public_url is not None:
             return self._listen.public_url.rstrip("/")
         return str(request.url.origin())
+
+
+def _of_person(
+    scope: Scope, trial_id: str | None, new: schema.NewSession
+) -> tuple[str, schema.NewSession]:
+    """The id of a person's new session, and the session with the person's name.
+
+    Raises:
+        SessionError: 404, the id or the session that it begins with is not the person's; 403, it
+            chooses the policy, which may be another person's.
+    """
+    trial_id = f"{scope.prefix}{shortuuid.uuid()}" if trial_id is None else trial_id
+    scope.check(trial_id)
+    if new.branch_of is not None:
+        scope.check(new.branch_of.session)
+    if new.policies:
+        raise SessionError("policies: only the administrator chooses them", status=403)
+    return trial_id, new.model_copy(update={"metadata": {**new.metadata, PERSON: scope.person}})
 
 
 def _trial_id(request: web.Request) -> str:

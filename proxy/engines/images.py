@@ -91,6 +91,13 @@ def read_prepared(answer: bytes, token: int) -> PreparedImage:
             f"{'no' if item is None else 'an'} item of one image",
             status=502,
         )
+    first = rendered.token_ids.index(token)
+    if rendered.token_ids[first : first + tokens] != [token] * tokens:
+        raise EngineError(
+            f"{RENDER}: the engine writes text into an image, which the proxy does not; set "
+            "do_pan_and_scan to false in preprocessor_config.json",
+            status=502,
+        )
     grid = tensors.get(GRID)
     return PreparedImage(digest_of(tensors), tokens, token, _numbers(grid) if grid else (), item)
 

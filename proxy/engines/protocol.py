@@ -40,6 +40,10 @@ class PromptImages(msgspec.Struct, frozen=True):
     """Returns `PreparedImage.item` of an image. Raises EngineError and StoreError."""
 
 
+COLDEST = 0.01
+"""vLLM samples at this temperature where less is asked for, unless it is 0."""
+
+
 class Sampling(msgspec.Struct, frozen=True):
     """The sampling parameters of a call. None leaves the engine's own default.
 

@@ -74,6 +74,9 @@ class Route:
     """Whether the OpenAPI document has it."""
     everywhere: bool = False
     """Whether the other processes of the proxy get the same request."""
+    own: bool = False
+    """Whether a person's key opens it, for own sessions (`proxy.person_keys`): the one that the
+    path or the query names, which the door checks, or those that the handler selects."""
 
     @classmethod
     def missing(cls, path: str, words: str) -> Self:
@@ -157,5 +160,9 @@ def _handler(
 
 def table(routes: Iterable[Route]) -> str:
     """The routes as a table in Markdown."""
-    rows = [f"| `{r.method} {r.plain_path}` | {r.who.value} | {r.summary} |" for r in routes]
+    rows = [f"| `{r.method} {r.plain_path}` | {_who(r)} | {r.summary} |" for r in routes]
     return "\n".join(["| request | who | what |", "|---|---|---|", *rows])
+
+
+def _who(route: Route) -> str:
+    return f"{route.who.value}; a person, for own sessions" if route.own else route.who.value

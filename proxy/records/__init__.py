@@ -330,6 +330,12 @@ class Reward:
     """With `turn`: for every turn on that turn's path instead of that turn alone."""
 
 
+REFUSED = "refused"
+"""The kind of the event of a call that was answered with an error: `route`, `status`, `message`."""
+TRIAL_REWARD = "trial"
+"""The key of the reward that a trial got in the end, of which others may be parts."""
+
+
 class RuleAction(StrEnum):
     """What happens to a session when a turn of it matches a search rule."""
 
@@ -417,6 +423,15 @@ class Session:
     def quota(self) -> str:
         """The name of the quota that it shares with other sessions; empty: none."""
         return str(self.limits.get("quota", ""))
+
+    @property
+    def reward(self) -> float | None:
+        """Of the whole trial: 0 if a search rule says so; else what its grader found, or the sum of
+        what was reported. None if there is neither."""
+        if self.marked(RuleAction.ZERO_REWARD) is not None:
+            return 0.0
+        whole = {reward.key: reward.value for reward in self.rewards if reward.turn is None}
+        return whole.get(TRIAL_REWARD, sum(whole.values())) if whole else None
 
     def marked(self, action: RuleAction) -> Mark | None:
         """The first mark of a rule with this action."""

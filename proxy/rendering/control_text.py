@@ -19,9 +19,12 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer as FastTokenizer
 
-MUTE = "".join(chr(0xFDD0 + secrets.randbelow(32)) for _ in range(16))
-"""80 random bits, written as noncharacters of Unicode, for which no vocabulary has a token. A text
-may contain any of them, for example one about Unicode."""
+NONCHARACTERS = "".join(map(chr, [0xFDD0, *range(0xFDD2, 0xFDF0)]))
+"""Noncharacters of Unicode: no vocabulary has a token for them. U+FDD1 is left out. It stands for
+images (`conversation.images.MARK`), and a muted text must not look as if it had one. Any text may
+contain the others, for example one about Unicode."""
+MUTE = "".join(secrets.choice(NONCHARACTERS) for _ in range(16))
+"""79 random bits, written as noncharacters."""
 
 
 class ControlText:

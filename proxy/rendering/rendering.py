@@ -87,8 +87,9 @@ class Rendering:
         self._openings: dict[str | None, Ids] = {}
         self._image_pad: int | None = None
         """The id that the checkpoint's own template writes once for each image."""
-        self._muted_image = ("", "")
-        """The word of that id, and the same as text."""
+        self._muted_images: list[tuple[str, str]] = []
+        """The words that stand for images in what the template writes, each with the same as
+        text."""
         self._formats = AnswerFormats(self)
         self._system_first = False
         self._system_first = wants_system_first(self._render)
@@ -374,14 +375,21 @@ class Rendering:
         for entry in entries:
             if MARK in entry["content"] and entry["role"] in _OUTSIDERS:
                 entry["content"] = _with_images(entry["content"], images)
-        if images and self._image_pad is not None:
+        if self._mutes_images(images):
             entries = [self._without_pads(entry) for entry in entries]
         return entries
 
+    def _mutes_images(self, images: Mapping[str, ImageSpan]) -> bool:
+        """Whether words for images in texts are told apart from those of the template."""
+        framed = self.tokenizer.image_frame is not None
+        return self._image_pad is not None and (bool(images) or framed)
+
     def _without_pads(self, value: Any) -> Any:
-        """Texts, in any JSON, in which the word of an image's place is text."""
+        """Texts, in any JSON, in which the words of an image's place are text."""
         if isinstance(value, str):
-            return value.replace(*self._muted_image)
+            for word, muted in self._muted_images:
+                value = value.replace(word, muted)
+            return value
         if isinstance(value, list):
             return [self._without_pads(each) for each in value]
         if isinstance(value, dict):
@@ -409,8 +417,11 @@ class Rendering:
         """Whether each image of a user and of a tool gets one place in the ids. Makes the renderer
         emit `IMAGE` there, which no text can spell."""
         if not _emit_places(self._renderer):
-            word = self.tokenizer.fast.id_to_token(token) or ""
-            self._image_pad, self._muted_image = token, (word, word[:1] + MUTE + word[1:])
+            words = [self.tokenizer.fast.id_to_token(token) or ""]
+            if self.tokenizer.image_frame is not None:
+                words.append(self.tokenizer.image_frame[0])
+            self._image_pad = token
+            self._muted_images = [(word, word[:1] + MUTE + word[1:]) for word in words]
         probe = ImageSpan(0, 1, token, "00" * 32, "00" * 32)
         shown, call = mark(probe.sha256), ToolCall("call_0", "look", "{}")
         asked = Message("user", f"What is this? {shown}")
@@ -420,10 +431,21 @@ class Rendering:
             try:
                 ids = self._render(messages, [], generate=True, images={probe.sha256: probe})
             except RequestError:
+                if messages[-1].role == "tool" and self._refuses(messages, shown):
+                    continue  # also without images: it knows no tools
                 return False
             if ids.count(IMAGE) != count or token in ids:
                 return False
         return True
+
+    def _refuses(self, messages: Sequence[Message], shown: str) -> bool:
+        """Whether the template refuses the messages with another text in place of `shown`."""
+        texts = [structs.replace(each, text=each.text.replace(shown, "it")) for each in messages]
+        try:
+            self._render(texts, [], generate=True)
+        except RequestError:
+            return True
+        return False
 
     def before_stop(self, sampled: list[int]) -> list[int]:
         end = next((i for i, token in enumerate(sampled) if token in self.closes), len(sampled))
@@ -466,7 +488,7 @@ class Rendering:
         if self._system_first:
             messages = system_first(messages, from_the_start=True)
         entries = self._to_template(messages, images=images)
-        if images and self._image_pad is not None:
+        if self._mutes_images(images):
             tools = self._without_pads(tools)
         try:
             ids: list[int] = self._renderer.render_ids(

@@ -132,6 +132,9 @@ class Tokenizer:
     image_token_id: int | None = None
     """The id that stands for a part of an image, according to config.json; None: the model reads
     only text."""
+    image_frame: tuple[str, str] | None = None
+    """The word that the chat template writes for an image, and what the model's processor puts in
+    its place, with one token of the image; None: the template writes that token itself."""
     template: ChatTemplate | None = None
     """The template of `apply_chat_template`; set if the template itself is used for rendering."""
     pairs: BytePairs | None = None
@@ -196,9 +199,8 @@ class Tokenizer:
                 f"model: {self.name_or_path} has no chat template; add chat_template.jinja to the"
                 " folder"
             )
-        return self.encode(
-            self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
-        )
+        text = self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self.encode(text if self.image_frame is None else text.replace(*self.image_frame))
 
     def get_vocab(self) -> dict[str, int]:
         vocab: dict[str, int] = self.fast.get_vocab(with_added_tokens=True)
@@ -239,10 +241,26 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         chat_template=_chat_template(folder, config),
         special_tokens=special,
         max_context_tokens=model.get("max_position_embeddings"),
-        image_token_id=model.get("image_token_id"),
+        image_token_id=model.get("image_token_id", model.get("image_token_index")),
+        image_frame=_image_frame(fast, model),
         vocab_size=_vocab_size(fast, model),
         pairs=faster(fast),
     )
+
+
+def _image_frame(fast: FastTokenizer, model: dict[str, Any]) -> tuple[str, str] | None:
+    """Gemma 3's: line breaks and words around an image, which become one token with line breaks
+    of the text."""
+    if model.get("model_type") != "gemma3":
+        return None
+    image = model.get("image_token_id", model.get("image_token_index"))
+    ids = (model.get("boi_token_index"), image, model.get("eoi_token_index"))
+    found = (fast.id_to_token(each) for each in ids if isinstance(each, int))
+    words = [word for word in found if word]
+    if len(words) < len(ids):
+        return None
+    start, word, end = words
+    return start, f"\n\n{start}{word}{end}\n\n"
 
 
 def _vocab_size(fast: FastTokenizer, model: dict[str, Any]) -> int:

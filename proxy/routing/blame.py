@@ -5,10 +5,12 @@
        └──────────┘  it has run for TRUSTED_S, or the engine turned out to be alive
 
 An engine that breaks its calls is checked at once; only if the check fails, it was taken down.
-Its suspects are the calls that had no token from it and had begun less than UNPROVEN_S before; if
-there are none, those that had begun less than TRUSTED_S before. A suspect continues at an engine
-that is reserved for it until its first token, or for UNPROVEN_S. If the engine is taken down then,
-the suspect alone is suspected again. Everyone else's calls continue at the other engines.
+Its suspects are the calls that had no token from it, however long they had waited for it; if there
+are none, those that had begun less than TRUSTED_S before. A suspect continues at an engine that is
+reserved for it until its first token, or for UNPROVEN_S. If the engine is taken down then, the
+suspect alone is suspected again. Everyone else's calls continue at the other engines. Once each
+suspect has had a token there, it was none of them in its first step: the calls that stood beside
+them, with tokens, have lost that engine too.
 
 GUILTY  the call has been a suspect ENGINES_LOST times, the last time alone and before it had a
         token; or ENGINES_LOST_LATE times, more often than every other suspect of the last one. The
@@ -18,7 +20,8 @@ GUILTY  the call has been a suspect ENGINES_LOST times, the last time alone and 
         REMEMBERED_S.
 
 Invariant: at most half of the healthy engines are reserved, or the only one, and each of them only
-while its suspect is unproven. A call is never blamed for an engine that it did not reach.
+while its suspect is unproven. A call is never blamed for an engine that it did not reach, nor for
+one that had failed before it came: the server of a dead engine may answer for a while.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from proxy.records import Ids
 ENGINES_LOST = 2
 ENGINES_LOST_LATE = 3
 UNPROVEN_S = 2.0
-"""A request that kills its engine does so in its first step, which is a moment after it arrives."""
+"""A request that kills its engine does so in its first step, which is a moment after it arrives at
+an engine that is not busy. This bounds how long others wait, and acquits nobody."""
 TRUSTED_S = 30.0
 REMEMBERED_S = 600.0
 REMEMBERED_PROMPTS = 1024
@@ -47,8 +51,10 @@ class Suspicion:
 
     prompt_ids: Ids
     """The ids of the prompt, `[P]`, by which an equal request is known."""
-    lost: list[str] = field(default_factory=list)
-    """Log ids of the failures that took an engine down while it sampled this answer."""
+    suspected_of: list[Incident] = field(default_factory=list)
+    """Those in which an engine was taken down, and the call was a suspect."""
+    beside: list[Incident] = field(default_factory=list)
+    """Those in which an engine was taken down while this call had tokens and others had none."""
     guilty: bool = False
     incident: Incident | None = None
     """The last one in which the call was a suspect, until it is settled."""
@@ -57,6 +63,12 @@ class Suspicion:
     def prompt(self) -> bytes:
         """What identifies an equal request. A copy of all ids, made only where one is looked up."""
         return self.prompt_ids.tobytes()
+
+    @property
+    def lost(self) -> list[str]:
+        """Log ids of the failures that took an engine down, and may have been this call's."""
+        beside = [each for each in self.beside if not each.unproven]
+        return [each.failure_id for each in (*self.suspected_of, *beside)]
 
     @property
     def suspected(self) -> bool:
@@ -69,6 +81,10 @@ class Incident:
 
     failure_id: str
     suspects: list[Attempt]
+    beside: list[Attempt]
+    """The calls with tokens, where the suspects had none and are suspected first."""
+    unproven: set[Suspicion] = field(default_factory=set)
+    """The suspects that have had no token since."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -80,6 +96,8 @@ class Attempt:
     engine: Engine
     suspicion: Suspicion
     begun_at: float = 0.0
+    found_healthy: bool = False
+    """Whether the engine had not failed since its last check when the attempt began."""
     has_tokens: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -109,10 +127,15 @@ class Blame:
         """Whether an engine is reserved for a suspect."""
         return bool(self._reserved)
 
+    def running(self, engine: Engine) -> Set[Attempt]:
+        """The calls that the engine samples for now."""
+        return self._running.get(engine, frozenset())
+
     def begin(self, attempt: Attempt) -> None:
         """The engine begins to sample."""
         loop, engine = asyncio.get_running_loop(), attempt.engine
         attempt.begun_at = loop.time()
+        attempt.found_healthy = engine.info.healthy
         self._running.setdefault(engine, set()).add(attempt)
         if self._reserved.get(engine) is attempt.suspicion:
             attempt.timer = loop.call_later(UNPROVEN_S, self._free, engine, attempt.suspicion)
@@ -134,8 +157,13 @@ class Blame:
             attempt.has_tokens = True
             if self._reserved:
                 self._free(engine, attempt.suspicion)
-        if attempt.suspicion.lost and self._age_s(attempt) >= TRUSTED_S:
-            attempt.suspicion.lost.clear()
+            for incident in attempt.suspicion.suspected_of:
+                incident.unproven.discard(attempt.suspicion)
+        suspicion = attempt.suspicion
+        met_a_loss = suspicion.suspected_of or suspicion.beside
+        if met_a_loss and self._age_s(attempt) >= TRUSTED_S:
+            suspicion.suspected_of.clear()
+            suspicion.beside.clear()
 
     def broken(self, engine: Engine, attempt: Attempt, error: EngineError, failure_id: str) -> None:
         """The engine broke `attempt`, and is going to be checked. The first call that breaks names
@@ -143,10 +171,15 @@ class Blame:
         reached = not isinstance(error, MissingAdapter | UnreachableEngine) and error.status != 502
         if engine in self._incidents or not reached:
             return
-        running = {*self._running.get(engine, ()), attempt}
-        suspects = [each for each in running if self._is_unproven(each)]
-        suspects = suspects or [each for each in running if self._age_s(each) < TRUSTED_S]
-        incident = self._incidents[engine] = Incident(failure_id, suspects)
+        running = {each for each in (*self.running(engine), attempt) if each.found_healthy}
+        if not running:
+            return
+        suspects = [each for each in running if not each.has_tokens]
+        others = running.difference(suspects)
+        beside = [each for each in others if self._age_s(each) < TRUSTED_S]
+        if not suspects:
+            suspects, beside = beside, []
+        incident = self._incidents[engine] = Incident(failure_id, suspects, beside)
         for each in suspects:
             each.suspicion.incident = incident
 
@@ -162,7 +195,10 @@ class Blame:
         for attempt in incident.suspects:
             attempt.suspicion.incident = None
             if down:
-                attempt.suspicion.lost.append(incident.failure_id)
+                attempt.suspicion.suspected_of.append(incident)
+                incident.unproven.add(attempt.suspicion)
+        for attempt in incident.beside if down else ():
+            attempt.suspicion.beside.append(incident)
         ranked = sorted(incident.suspects, key=lambda each: len(each.suspicion.lost), reverse=True)
         if down and ranked:
             first, others = ranked[0], ranked[1:]
@@ -233,7 +269,7 @@ class Blame:
 
     def _unproven_for_s(self, engine: Engine) -> float:
         """How long from now until all calls of the engine are proven, if none gets a token."""
-        unproven = [each for each in self._running.get(engine, ()) if self._is_unproven(each)]
+        unproven = [each for each in self.running(engine) if self._is_unproven(each)]
         return max((UNPROVEN_S - self._age_s(each) for each in unproven), default=0.0)
 
     def _is_unproven(self, attempt: Attempt) -> bool:

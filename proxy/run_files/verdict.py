@@ -49,7 +49,8 @@ class Word(StrEnum):
 MEANINGS: Mapping[Word, str] = {
     Word.FAILING: "trials fail: the agent, the verifier or a part of one's own",
     Word.STARVED: "trials fail or wait for the infrastructure: engine, proxy, disk, network",
-    Word.COLLAPSED: "it was better: rewards fell far below their best, or held-out success fell",
+    Word.COLLAPSED: "it was better: rewards fell far below their best, or below those of the first "
+    "steps, or held-out success fell",
     Word.LEARNING: "rewards, or held-out success, rose by more than chance",
     Word.ALREADY_SOLVED: "most groups have nothing to learn: every rollout succeeds",
     Word.TOO_HARD: "most groups have nothing to learn: every rollout gets the same low reward",
@@ -157,6 +158,11 @@ class _Change:
     bounds: tuple[float, float]
     steps: int
     """At each end."""
+
+    @property
+    def is_worse(self) -> bool:
+        """By more than chance."""
+        return self.bounds[1] < 0 if self.measure == "reward" else self.bounds[0] > 0
 
     @property
     def json(self) -> EvidenceJson:
@@ -283,11 +289,21 @@ class RunVerdict:
             return None
         scale = self._seen.high - self._seen.low if change.measure == "reward" else change.before
         fell = change.change if change.measure == "reward" else -change.change
-        worse = change.bounds[1] < 0 if change.measure == "reward" else change.bounds[0] > 0
-        if not worse or not math.isfinite(scale) or -fell < FALL * scale:
+        if change.is_worse and math.isfinite(scale) and -fell >= FALL * scale:
+            best = f"The mean {change.words} since its best {change.steps} steps."
+            return _Found(Word.COLLAPSED, best, self._why_collapsed(), [change.json])
+        return self._below_its_start()
+
+    def _below_its_start(self) -> _Found | None:
+        """A run that begins low cannot fall far."""
+        difference, change = self._seen.difference, self._change(_first)
+        rose = difference is not None and difference.is_significant
+        if rose or change is None or not change.is_worse:
             return None
-        best = f"The mean {change.words} since its best {change.steps} steps."
-        return _Found(Word.COLLAPSED, best, self._why_collapsed(), [change.json])
+        if len(self._means()[1]) < ENOUGH_STEPS:
+            return None
+        sentence = f"In training the mean {change.words} between the first and the last steps."
+        return _Found(Word.COLLAPSED, sentence, self._why_collapsed(), [change.json])
 
     def _learning(self) -> _Found | None:
         difference, change = self._seen.difference, self._change(_first)

@@ -68,18 +68,25 @@ class Ownership:
             await asyncio.wait(live.closing, timeout=CLOSE_WAIT_S)
             if live.closing:
                 raise StoreError("a turn of this session could not be closed yet; try again")
-        if live.stale:
+        while live.stale:
             await self.reload(live)
         if live.unsettled - live.unheld:
             await self._hold(live)
 
     async def reload(self, live: LiveSession) -> None:
-        """Reads the tree again, after a write of another process or a failed write of this one."""
+        """Reads the tree again, after a write of another process or a failed write of this one. A
+        write that fails meanwhile leaves it stale: what was read may be older."""
         session_id, unread = live.session.session_id, True
-        while unread:
-            turns = await self._store.get_turns(session_id)
-            unread = any(turn.status is TurnStatus.OPEN and live.tree.knows(turn) for turn in turns)
-        live.read(turns, await self._store.undelivered(session_id))
+        live.stale = False
+        try:
+            while unread:
+                turns = await self._store.get_turns(session_id)
+                is_open = (turn for turn in turns if turn.status is TurnStatus.OPEN)
+                unread = any(live.tree.knows(turn) for turn in is_open)
+            live.read(turns, await self._store.undelivered(session_id))
+        except BaseException:
+            live.stale = True
+            raise
 
     async def _hold(self, live: LiveSession) -> None:
         """Returns when no other process holds the session and the tree has all turns."""

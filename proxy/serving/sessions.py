@@ -26,6 +26,7 @@ from proxy.config import SessionsConfig
 from proxy.conversation.message_keys import KnownKeys
 from proxy.errors import ProxyError, RequestError, SessionError, StoreError
 from proxy.records import (
+    REFUSED,
     Mark,
     Origin,
     RuleAction,
@@ -161,7 +162,6 @@ class LiveSession:
         self.retries.lost = (self.retries.lost & self.own) | (undelivered.lost - self.own)
         if self.branch is not None:
             self.branch.read(turns, undelivered, self.own)
-        self.stale = False
 
     async def record(self, store: Store, kind: str, **data: Any) -> None:
         """Stores an event and sends it to all listeners."""
@@ -355,7 +355,7 @@ class Sessions:
         live.refusals += 1
         if live.refusals <= MAX_REFUSALS:
             with contextlib.suppress(StoreError):
-                await self.record_event(live, "refused", **what)
+                await self.record_event(live, REFUSED, **what)
 
     async def unknown_fields(self, live: LiveSession, route: str, names: list[str]) -> None:
         """Records the names that no request of the session had before, at most

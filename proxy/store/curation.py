@@ -1,4 +1,4 @@
-"""What a person says of a recorded session: a rating with a comment, and tags.
+"""What a person says of a recorded session: a rating with a comment, tags, or that it may go.
 
 Invariant: a rating is the session's reward `rating`, which is used as any other; a tag is an entry
 of its metadata, by which `export --tag` selects. What was said stays in the session's events.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from proxy.errors import SessionError
-from proxy.records import Reward
+from proxy.records import Reward, Session, TurnStatus
 from proxy.store.protocol import Store
 
 RATING = "rating"
@@ -48,6 +48,26 @@ async def keep(
         await store.set_reward(session_id, Reward(RATING, value))
     if value is not None or comment:
         await store.add_event(session_id, RATING, {"value": value, "comment": comment})
+
+
+async def removable(store: Store, session_id: str) -> Session:
+    """The session, if it may be removed: an open one may, unless a call is being answered.
+
+    Raises:
+        SessionError: there is no such session (404), or one of its calls is being answered (409).
+    """
+    session = await store.get_session(session_id)
+    if session is None:
+        raise _missing(session_id)
+    open_turns = (
+        turn.index for turn in await store.get_turns(session_id) if turn.status is TurnStatus.OPEN
+    )
+    if (index := next(open_turns, None)) is not None:
+        raise SessionError(
+            f"session {session_id!r}: turn {index} is being answered; end its agent first",
+            status=409,
+        )
+    return session
 
 
 def _check(value: float | None, comment: str, changes: Mapping[str, str]) -> None:

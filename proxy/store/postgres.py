@@ -33,7 +33,12 @@ from proxy.records import (
 from proxy.store import layout, postgres_policies, postgres_quotas, quota_rows, rows
 from proxy.store import postgres_statements as statements
 from proxy.store.postgres_browser import PostgresBrowser
-from proxy.store.postgres_owner import CONNECTION_ERRORS, OWNERS_LOCK, PostgresOwner
+from proxy.store.postgres_owner import (
+    CONNECTION_ERRORS,
+    OWNERS_LOCK,
+    PostgresOwner,
+    patiently,
+)
 from proxy.store.protocol import (
     DeliveryMark,
     Durability,
@@ -86,7 +91,10 @@ class PostgresStore:
                 on_error.pop_all()
             return store
         except (*CONNECTION_ERRORS, ValueError) as error:
-            raise ConfigurationError(f"store {without_password(url)}: {error}") from error
+            hint = ""
+            if isinstance(error, asyncpg.InvalidPasswordError) and url == without_password(url):
+                hint = "; the URL has none: name its file in AGENTIC_PROXY_STORE_PASSWORD_FILE"
+            raise ConfigurationError(f"store {without_password(url)}: {error}{hint}") from error
 
     async def create_session(self, session: Session) -> bool:
         row = rows.session_row(session)
@@ -241,6 +249,9 @@ class PostgresStore:
         alive = await self._alive() if found else set()
         return [address for number, address in found if number in alive]
 
+    async def serving(self) -> list[str]:
+        return await self.others()
+
     async def holder(self, session_id: str) -> str | None:
         owner = await self._owner.number()
         found = await self._fetch(statements.HELD_ELSEWHERE, session_id, owner)
@@ -365,8 +376,11 @@ class PostgresStore:
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[asyncpg.Connection]:
         try:
-            async with self._pool.acquire() as connection:
+            connection = await patiently(self._pool.acquire)
+            try:
                 yield connection
+            finally:
+                await self._pool.release(connection)
         except CONNECTION_ERRORS as error:
             raise StoreError(f"the store failed: {error or type(error).__name__}") from error
 

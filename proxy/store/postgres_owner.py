@@ -7,6 +7,9 @@ open, so that PostgreSQL itself knows which proxies are alive.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import asyncpg
 
@@ -28,6 +31,36 @@ CONNECTION_ERRORS = (
     OSError,
     TimeoutError,
 )
+AWAY = (
+    OSError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.CannotConnectNowError,  # it is starting
+    asyncpg.AdminShutdownError,
+    asyncpg.CrashShutdownError,
+)
+"""What a connection fails with while PostgreSQL restarts, or another machine takes over."""
+PATIENCE_S = 30.0
+"""Seconds that a statement waits for PostgreSQL to accept connections. The agents' clients repeat a
+call that gets a 503 within seconds and then give up, mostly after two attempts."""
+RETRY_S = 0.2
+T = TypeVar("T")
+
+
+async def patiently(connect: Callable[[], Awaitable[T]]) -> T:
+    """Connects, and while PostgreSQL is away tries again for `PATIENCE_S`. Nothing is done twice,
+    because a statement is sent only when there is a connection.
+
+    Raises:
+        CONNECTION_ERRORS: those of the last attempt.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return await connect()
+        except AWAY:
+            if time.monotonic() >= until:
+                raise
+        await asyncio.sleep(RETRY_S)
 
 
 class PostgresOwner:
@@ -49,17 +82,20 @@ class PostgresOwner:
     async def number(self) -> int:
         """The number: a new one after the connection was lost, and then turns of the old one are
         cut."""
-        if self._connection is None or self._connection.is_closed():
+        if self._is_lost:
             async with self._taking:
-                if self._connection is None or self._connection.is_closed():
+                if self._is_lost:
                     try:
-                        await self._take()
+                        await patiently(self._take)
                     except CONNECTION_ERRORS as error:
                         raise StoreError(f"the store failed: {error}") from error
         return self._number
 
     async def announce(self, address: str | None) -> None:
+        """None: it can no longer be reached, as after its connection was lost."""
         self._address = address
+        if address is None and self._is_lost:
+            return
         number = await self.number()
         assert self._connection is not None
         try:
@@ -68,6 +104,10 @@ class PostgresOwner:
             )
         except CONNECTION_ERRORS as error:
             raise StoreError(f"the store failed: {error}") from error
+
+    @property
+    def _is_lost(self) -> bool:
+        return self._connection is None or self._connection.is_closed()
 
     async def release(self) -> None:
         if self._connection is not None:

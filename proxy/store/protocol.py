@@ -179,6 +179,11 @@ class Store(Protocol):
         Those of a SQLite store do (`several_processes/siblings.py`), so that it has none."""
         ...
 
+    async def serving(self) -> list[str]:
+        """The addresses that other living processes on this store have announced, also those that
+        share a port."""
+        ...
+
     async def holder(self, session_id: str) -> str | None:
         """The address of another living process that holds the session, that is, has a turn in it
         that is open, or answered and not marked as delivered or lost (see

@@ -59,14 +59,19 @@ from proxy.store.sqlite_group_commit import GroupWriter
 
 T = TypeVar("T")
 
+OF_A_RUN = "sessions.db"
+"""The store in the folder of a run, of `eval` and of `collect`."""
 SHRUNK_PAGES = 4096
 """Pages freed in one transaction (16 MiB), for which other writes wait."""
 
 
 async def open_sqlite(url: str, *, durability: Durability, create: bool) -> SqliteStore:
-    """Implements `proxy.store.protocol.OpenStore` for `sqlite:///FILE` and for a file's path."""
+    """Implements `proxy.store.protocol.OpenStore` for `sqlite:///FILE` and for a path: of a file,
+    or of a run's folder, which has one."""
     _, separator, rest = url.partition("://")
     file = Path(rest.removeprefix("/") if separator else url)
+    if not create and file.is_dir():
+        file /= OF_A_RUN
     if not create and not file.is_file():
         raise ConfigurationError(
             f"store: the file {file.absolute()} does not exist; record a session first"
@@ -278,6 +283,12 @@ class SqliteStore:
 
     async def others(self) -> list[str]:
         return []
+
+    async def serving(self) -> list[str]:
+        query = "SELECT number, address FROM owners WHERE number <> ? AND address IS NOT NULL"
+        own = (self._owner.number,)
+        found = await self._read(lambda c: c.execute(query, own).fetchall())
+        return [address for number, address in found if self._owner.alive(number)]
 
     async def holder(self, session_id: str) -> str | None:
         query = (session_id, self._owner.number)

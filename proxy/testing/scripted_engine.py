@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from aiohttp.typedefs import Handler
 from proxy.engines import images, vllm, vllm_metrics
 from proxy.extras.binary_route.frames import PATH as FRAMES
 from proxy.extras.engines import sglang
-from proxy.machine.port import http_url
+from proxy.machine.port import BACKLOG, family, http_url
 from proxy.testing.scripted_frames import ScriptedRefusal, ScriptedSocket
 from proxy.testing.scripted_images import ScriptedImages
 from proxy.testing.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
@@ -65,6 +66,8 @@ class ScriptedEngine:
         self.images = ScriptedImages(image_token)
         self.without_metrics = web.HTTPNotFound.status_code
         """Status of `/metrics` while `cache_tokens` is None."""
+        self.load = ""
+        """More lines of `/metrics`."""
         self.adapters: dict[str, Script] = {}
         """The scripts of LoRA adapters, by the name with `@` under which calls request them."""
         self.max_logprobs = 20
@@ -83,13 +86,15 @@ class ScriptedEngine:
         """Set when the engine's health has been requested."""
         self.violations: list[str] = []
         """With `expect_extension`: one message per refused prompt."""
-        self.faults: list[Fault] = []
+        self.faults: list[Fault | None] = []
+        """Those of the next calls; None for a call that succeeds."""
         self.url = ""
         self._sockets: set[ScriptedSocket] = set()
         self._running: dict[str, ScriptedCall] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._runner: web.AppRunner | None = None
+        self._listening: socket.socket | None = None
 
     def build_app(self) -> web.Application:
         app = web.Application(client_max_size=64 * 2**20)
@@ -118,14 +123,16 @@ class ScriptedEngine:
             self.build_app(), access_log=None, handler_cancellation=True, shutdown_timeout=0
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
-        bound_port = self._runner.addresses[0][1]
-        self.url = http_url(host, bound_port)
+        address = (host, port)
+        self._listening = socket.create_server(address, family=family(host), backlog=BACKLOG)
+        await web.SockSite(self._runner, self._listening).start()
+        self.url = http_url(host, self._listening.getsockname()[1])
         return self.url
 
     async def die(self) -> None:
         """Stops listening and cuts every connection at once, in mid-answer too, like a process that
         is killed. Await `close` then, which frees the rest."""
+        await self._stop_accepting()
         if self._runner is None or self._runner.server is None:
             return
         for site in self._runner.sites:
@@ -135,13 +142,25 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         """Stops listening and cuts every connection, like an engine that crashes."""
-        for socket in self._sockets:
-            socket.close()
+        await self._stop_accepting()
+        for each in self._sockets:
+            each.close()
         if self._runner is not None:
             for call in self._running.values():
                 call.abort.set()
             await self._runner.cleanup()
             self._runner = None
+
+    async def _stop_accepting(self) -> None:
+        """Takes no new connection, and waits until each that was taken belongs to the server:
+        asyncio leaves open, for nobody to close, what it accepts in the turn of the loop in which
+        its server closes (Python 3.11)."""
+        if self._listening is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._listening)
+        self._listening = None
+        for _ in ("its transport is made", "the server is told of it"):
+            await asyncio.sleep(0)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -170,15 +189,15 @@ class ScriptedEngine:
         return handle
 
     async def _serve_frames(self, request: web.Request) -> web.StreamResponse:
-        socket = ScriptedSocket(request)
-        self._sockets.add(socket)
+        client = ScriptedSocket(request)
+        self._sockets.add(client)
         try:
-            return await socket.serve(self._sample_for_frames)
+            return await client.serve(self._sample_for_frames)
         finally:
-            self._sockets.discard(socket)
+            self._sockets.discard(client)
 
     async def _sample_for_frames(
-        self, body: dict[str, Any], socket: ScriptedSocket
+        self, body: dict[str, Any], client: ScriptedSocket
     ) -> AsyncIterator[dict[str, Any]]:
         wire = WIRES[0]
         call = wire.read(body)
@@ -192,18 +211,18 @@ class ScriptedEngine:
                 if call.stream or not call.breaks:
                     yield wire.write(call, sent, len(call.answer_ids))
                 if call.breaks and call.fault is not None:
-                    await self._break_frames(call, call.fault, socket)
+                    await self._break_frames(call, call.fault, client)
         except asyncio.CancelledError:
             self.aborts.append(call.request_id)
             raise
 
-    async def _break_frames(self, call: ScriptedCall, fault: Fault, socket: ScriptedSocket) -> None:
+    async def _break_frames(self, call: ScriptedCall, fault: Fault, client: ScriptedSocket) -> None:
         if fault.kind == "error":
             raise ScriptedRefusal(500, "scripted fault")
         if fault.kind == "die":
-            await socket.cut()
+            await client.cut()
         elif fault.kind == "nonsense":
-            await socket.break_off()
+            await client.break_off()
         await call.abort.wait()
 
     @contextmanager
@@ -357,7 +376,7 @@ class ScriptedEngine:
         if self.cache_tokens is None:
             return web.Response(status=self.without_metrics)
         config = f'block_size="1",num_gpu_blocks="{self.cache_tokens}"'
-        return web.Response(text=f"vllm:cache_config_info{{{config}}} 1.0\n")
+        return web.Response(text=f"vllm:cache_config_info{{{config}}} 1.0\n{self.load}")
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": self.model, "object": "model", "max_model_len": self.max_context_tokens}
@@ -385,7 +404,7 @@ def text_script(
     decode: Callable[[list[int]], str],
     encode: Callable[[str], list[int]],
     end_ids: Sequence[int],
-) -> Script:
+) -> Callable[[list[int]], list[int]]:
     """A script in terms of text: `answer` gets the decoded prompt, including special tokens."""
     return lambda prompt_ids: [*encode(answer(decode(prompt_ids))), *end_ids]
 

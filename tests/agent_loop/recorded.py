@@ -47,7 +47,7 @@ def turn(
         request_key=b"%d" % index,
         sampling={},
         sampled_ids=np.array(sampled, np.int32),
-        logprobs=-np.arange(1, len(sampled) + 1, dtype=np.float32) / 8,
+        logprobs=np.arange(1, len(sampled) + 1, dtype=np.float32) / np.float32(-8),
         versions=(VersionSpan(version, 0, len(sampled)),) if sampled else (),
         finish_reason=finish,
         status=status,

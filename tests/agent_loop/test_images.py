@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -88,7 +89,7 @@ async def test_evaluation_fetches_none(loop: RemoteAgentLoop) -> None:
 async def test_trial_whose_image_is_lost_or_another_fails(
     loop: RemoteAgentLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def others(self: ProxyClient, *_args: object, **_more: object) -> bytes:
+    async def others(self: ProxyClient, *_args: Any, **_more: Any) -> bytes:
         return await sent(self, *_args, **_more) if "/images/" not in str(_args) else SECOND
 
     sent = ProxyClient._bytes

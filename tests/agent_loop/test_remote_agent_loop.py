@@ -107,6 +107,27 @@ async def test_session_is_completed_and_logs_are_kept_without_the_workspace(
     assert not (logs / "work").exists()
 
 
+async def test_session_has_the_reward_that_its_trial_got(proxy: RunningProxy, trials: Path) -> None:
+    rollout = await run(proxy, trials)
+    session, _ = await proxy.control.get_turns(rollout.trial_id)
+    assert session.rewards == [Reward("trial", 1.0)]
+    # What was reported is a part of it.
+    await proxy.control.add_reward(rollout.trial_id, Reward("style", 0.5))
+    session, _ = await proxy.control.get_turns(rollout.trial_id)
+    assert session.reward == rollout.reward == 1.0
+
+
+async def test_trial_counts_though_its_session_cannot_be_given_its_reward(
+    proxy: RunningProxy, trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuses(*_: object) -> bool:
+        raise ProxyClientError("the disk is full", 503)
+
+    monkeypatch.setattr(ProxyClient, "add_reward", refuses)
+    rollout = await run(proxy, trials)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.DONE, 1.0)
+
+
 async def test_call_after_completion_is_refused_and_changes_nothing(
     proxy: RunningProxy, trials: Path
 ) -> None:
@@ -238,8 +259,9 @@ async def test_retry_has_its_own_id_key_directory_and_recording(
         "if not p.exists(): p.touch(); os.kill(os.getpid(), 9)"
     )
     # Without a wall, because the verifier leaves its mark outside of the trial.
-    settings = {"max_retries": 2, "keep_workspaces": True, "sandbox": "off"}
-    rollout = await run(proxy, trials, verifier=verifier, **settings)
+    rollout = await run(
+        proxy, trials, verifier=verifier, max_retries=2, keep_workspaces=True, sandbox="off"
+    )
     assert rollout.status is RolloutStatus.DONE
     assert rollout.metrics["failed_attempts"] == 1
     directories = sorted(trials.iterdir())

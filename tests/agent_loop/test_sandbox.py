@@ -18,7 +18,7 @@ import pytest
 from agent_loop import remote_agent_config
 from agent_loop.launchers.command import CommandConfig, CommandLauncher
 from agent_loop.launchers.protocol import Launcher
-from agent_loop.launchers.python import PythonLauncher
+from agent_loop.launchers.python import PythonConfig, PythonLauncher
 from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
@@ -189,7 +189,7 @@ async def test_agent_cannot_reach_the_run_the_verifier_or_the_answers(
                 },
             ),
             verifier=VerifierConfig(argv=("{python}", str(run.verifier))),
-            sandbox=sandbox,  # type: ignore[arg-type]
+            sandbox=sandbox,
             keep_workspaces=True,
             max_retries=0,
         )
@@ -244,7 +244,7 @@ async def test_function_cannot_replace_the_file_of_its_return_value(
             "max_retries": 0,
         }
     )
-    assert config.python is not None
+    assert isinstance(config.python, PythonConfig)
     rollout, logs = await run_trial(proxy, run, PythonLauncher(config.python), config, set())
     refusals = (logs / "work" / "attempts").read_text().splitlines()
     assert len(refusals) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -113,7 +114,7 @@ def test_source_that_is_added_later_starts_at_its_share() -> None:
 
 
 def test_rows_of_a_parquet_file_are_tasks(tmp_path: Path) -> None:
-    rows = [{"task_id": "a", "x": [1, 2]}, {"task_id": "b", "x": []}]
+    rows: list[dict[str, Any]] = [{"task_id": "a", "x": [1, 2]}, {"task_id": "b", "x": []}]
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     assert read_tasks(path) == [Task("a", rows[0], "rows"), Task("b", rows[1], "rows")]

@@ -153,10 +153,10 @@ def trained_ids(turns: Sequence[Turn]) -> list[int]:
 @given(token_trees())
 def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]) -> None:
     segments = build_segments(turns)
-    in_segments = np.concatenate([s.ids[s.mask] for s in segments] or [[]])
-    assert sorted(in_segments.tolist()) == trained_ids(turns)
-    in_flat = np.concatenate([t.ids[t.mask] for t in flatten(segments)] or [[]])
-    assert sorted(in_flat.tolist()) == trained_ids(turns)
+    in_segments = [i for s in segments for i in s.ids[s.mask].tolist()]
+    assert sorted(in_segments) == trained_ids(turns)
+    in_flat = [i for t in flatten(segments) for i in t.ids[t.mask].tolist()]
+    assert sorted(in_flat) == trained_ids(turns)
 
 
 @settings(max_examples=300, deadline=None)

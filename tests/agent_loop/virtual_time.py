@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar, TypeVarTuple
 
 Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 
 
 class _Jumping(selectors.DefaultSelector):
@@ -32,7 +34,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now_s
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
+    ) -> asyncio.Future[Result]:
         """Runs `func` at once in this thread, because another thread would need real time."""
         future = self.create_future()
         future.set_result(func(*args))

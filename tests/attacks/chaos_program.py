@@ -49,10 +49,10 @@ def stop_at(where: str, told: int, answered: int) -> None:
     setattr(owner, name, stopping)
 
 
-def _command(server: VllmServer, key_fd: int) -> list[str]:
-    checkpoint = server._arguments[server._arguments.index("--model") + 1]
+def _command(self: VllmServer, key_fd: int) -> list[str]:
+    checkpoint = self._arguments[self._arguments.index("--model") + 1]
     program = [sys.executable, "-m", "tests.attacks.chaos_engine"]
-    return [*program, server.host, str(server.port), str(key_fd), checkpoint]
+    return [*program, self.host, str(self.port), str(key_fd), checkpoint]
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ async def _address(process: asyncio.subprocess.Process, log: Path) -> tuple[str,
     while line := (await line_of(process)).decode():
         _, found, rest = line.partition("http://")
         if found:
-            host, port = ADDRESS.match(rest).groups()  # type: ignore[union-attr]
+            host, port = ADDRESS.match(rest).groups()
             return host, int(port)
     raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-2000:]}")
 

@@ -90,8 +90,8 @@ class Run:
         return bench.main([*self.how, "--out", str(self.out), *words])
 
     def on_a_gpu(self) -> None:
-        self.monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: 1)
-        self.monkeypatch.setattr(bench.torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+        self.monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        self.monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
         self.how = []
 
     @property
@@ -108,7 +108,7 @@ class Run:
 
 @pytest.fixture
 def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
 
 
 @pytest.mark.usefixtures("sixteen_cores")
@@ -243,7 +243,7 @@ def test_parts_run_one_by_one_in_a_rehearsal_and_without_the_cores(
     parts = [Part("a", 1), Part("b", 1, beside="x"), Part("c", 1, beside="x"), Part("d", 1)]
     shown = []
     for cores, alone in ((8, False), (7, False), (8, True)):
-        monkeypatch.setattr(bench.os, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         rounds = bench._beside(parts, alone=alone)
         shown.append([[part.name for part in beside] for beside in rounds])
     each = [["a"], ["b"], ["c"], ["d"]]
@@ -330,7 +330,7 @@ def test_results_of_another_machine_or_a_rehearsal_are_not_continued(tmp_path: P
 
 
 def test_without_a_gpu_it_says_so(run: Run) -> None:
-    run.monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: 0)
+    run.monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match="--rehearse runs"):
         bench.main(["--out", str(run.out)])
 

@@ -11,6 +11,7 @@ Prints `{"error": …}` if Helm refuses.
 import asyncio
 import json
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -36,5 +37,8 @@ async def install(chart: str, file: str) -> Any:
 
 
 if __name__ == "__main__":
-    command = {"lint": lint, "install": install}[sys.argv[1]]
-    print(json.dumps(asyncio.run(command(*sys.argv[2:]))))
+    commands: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
+        "lint": lint,
+        "install": install,
+    }
+    print(json.dumps(asyncio.run(commands[sys.argv[1]](*sys.argv[2:]))))

@@ -17,8 +17,10 @@ import pytest
 import yaml
 from aiohttp import web
 
+from proxy.machine.port import free_port
 from proxy.run_files.verdict import Word
 from tests.needs import needs
+from tests.pages import all_blocks
 from tests.proxy.conftest import (  # noqa: F401
     ADMIN_KEY,
     RunningProxy,
@@ -28,7 +30,8 @@ from tests.proxy.conftest import (  # noqa: F401
     start_proxy,
 )
 
-K8S = Path(__file__).parents[2] / "k8s"
+ROOT = Path(__file__).parents[2]
+K8S = ROOT / "k8s"
 ALERTS = K8S / "alerts.yaml"
 GOOD = {Word.LEARNING, Word.TOO_EARLY}
 MISSING = (
@@ -97,6 +100,44 @@ async def prometheus(folder: Path, targets: list[dict[str, Any]]) -> AsyncIterat
         await process.wait()
 
 
+def shipped_job(addresses: list[str], folder: Path) -> dict[str, Any]:
+    """The job of docker/prometheus.yml, for these proxies."""
+    config = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text())
+    assert config["rule_files"] == [ALERTS.name]
+    job: dict[str, Any]
+    (job,) = config["scrape_configs"]
+    (folder / "metrics-key").write_text(f"{ADMIN_KEY}\n")
+    job["authorization"]["credentials_file"] = str(folder / "metrics-key")
+    job["static_configs"][0]["targets"] = addresses
+    job["scrape_interval"] = "1s"
+    return job
+
+
+def test_a_dead_proxy_is_found_by_the_name_of_its_job() -> None:
+    """The Prometheus operator names the job after the service."""
+    rules = [
+        rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
+    ]
+    (down,) = [rule["expr"] for rule in rules if rule["alert"] == "ProxyDown"]
+    service = yaml.safe_load((K8S / "base/service.yaml").read_text())
+    (job,) = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text())["scrape_configs"]
+    names = {service["metadata"]["name"], job["job_name"]}
+    assert {f'up{{job="{name}"}} == 0' for name in names} == {down}
+
+
+def test_proxies_of_the_page_admit_prometheus() -> None:
+    """A proxy refuses requests for host names that it does not know."""
+    (block,) = [
+        block
+        for block in all_blocks("yaml")
+        if block.page == "docs/deployment.md" and "public_url" in block.text
+    ]
+    admitted = set(yaml.safe_load(block.text)["allowed_hosts"])
+    (job,) = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text())["scrape_configs"]
+    asked = {each.partition(":")[0] for each in job["static_configs"][0]["targets"]}
+    assert asked == admitted
+
+
 async def _has(http: aiohttp.ClientSession, url: str, expression: str) -> bool:
     async with http.get(f"{url}/query", params={"query": expression}) as response:
         answer = await response.json()
@@ -125,12 +166,9 @@ async def test_real_prometheus_loads_the_rules_and_answers_every_panel(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     other = f"127.0.0.1:{runner.addresses[0][1]}"
     address = proxy.url.removeprefix("http://")
-    targets = [
-        {
-            "job_name": "proxy",
-            "authorization": {"credentials": ADMIN_KEY},
-            "static_configs": [{"targets": [address]}],
-        },
+    dead = f"127.0.0.1:{free_port('127.0.0.1')}"
+    targets: list[dict[str, Any]] = [
+        shipped_job([address, dead], tmp_path),
         {"job_name": "others", "static_configs": [{"targets": [other]}]},
     ]
     alerts = {

@@ -18,7 +18,7 @@ from proxy.app import build_app
 from proxy.cli import main
 from proxy.config import SECTIONS, ProxyConfig, load_config
 from proxy.extra_registry import section_type
-from proxy.extras.relay.worker import WorkerConfig
+from proxy.extras.relay.worker_config import WorkerConfig
 from proxy.metrics import Metrics
 from tests.deploy.manifests import (
     KUSTOMIZE,
@@ -132,7 +132,7 @@ def test_variables_of_a_worker_are_its_settings(
                 continue
             assert _setting(WorkerConfig, name.removeprefix("AGENTIC_WORKER_")), name
             monkeypatch.setenv(name, in_folder(value, tmp_path))
-        config = WorkerConfig()  # type: ignore[call-arg]
+        config = WorkerConfig()
         assert config.drain_s + 30 <= program.stop_s
 
 

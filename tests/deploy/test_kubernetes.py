@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 
 from tests.deploy.manifests import (
+    KUSTOMIZE,
     NAMESPACES,
     OPERATORS,
     OVERLAYS,
+    ROOT,
     needs_tools,
     pod_specs,
     pod_templates,
@@ -105,6 +110,23 @@ def test_overlay_builds_to_valid_resources(overlay: str) -> None:
     assert {r["metadata"].get("namespace") for r in resources if r["kind"] != "Namespace"} == {
         NAMESPACES[overlay]
     }
+
+
+@needs_tools
+def test_page_names_the_images_of_a_registry(tmp_path: Path) -> None:
+    """The kustomization of docs/kubernetes.md, in a folder beside k8s/."""
+    page = (ROOT / "docs/kubernetes.md").read_text()
+    written = re.search(r"^cat > my/kustomization.yaml <<END\n(.*?)^END$", page, re.M | re.S)
+    assert written is not None
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my/kustomization.yaml").write_text(written[1])
+    build = [str(KUSTOMIZE), "build", str(tmp_path / "my")]
+    built = subprocess.run(build, check=True, capture_output=True, text=True).stdout
+    images = {line.split()[-1] for line in built.splitlines() if " image: " in line}
+    ours = {name for name in images if "agentic-" in name}
+    assert ours == {f"registry.example.org/team/agentic-proxy:{version('agentic-rl')}"}
+    assert ours < images
 
 
 @needs_tools

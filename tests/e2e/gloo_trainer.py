@@ -23,6 +23,7 @@ from trainer.learning.models import Models, build_models, follow
 from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallel import Ranks
+from trainer.policy.policy import Policy
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.probe import probe_batch
 from trainer.weight_sync.segment import Named, digest
@@ -41,6 +42,7 @@ class Disturb:
 
     def on(self, models: Models) -> None:
         generator = torch.Generator().manual_seed(RANKS * self.seed + models.policy.ranks.rank)
+        assert isinstance(models.policy, Policy)
         modules = models.policy.scorer.modules()
         for module in (each for each in modules if isinstance(each, FSDPModule)):
             module.reshard()  # FSDP keeps some layers whole after a forward pass

@@ -79,6 +79,8 @@ class RamWorker(OffloadingWorker):
 class RamOffloadingSpec(CPUOffloadingSpec):
     """Needs blocks of the host tier that are as large as those of the engine, vLLM's default."""
 
+    _worker: OffloadingWorker | None
+
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             load_s = float(self.extra_config.get("load_s", 0.0))

@@ -20,7 +20,7 @@ class Hint(Observation):
     text: str = ""
 
 
-class GuessEnvironment(Environment):  # type: ignore[misc,type-arg]
+class GuessEnvironment(Environment):
     """Each hint costs 0.1, and the right number gives 1."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True

@@ -62,7 +62,14 @@ async def run(session: SessionHandle, proxy: Proxy | None = None, kill_after: in
     assert await agent.wait() == 0
 
 
-@pytest.mark.parametrize(("kill_after", "salvage"), [(0, True), (1, False), (2, False)])
+@pytest.mark.parametrize(
+    ("kill_after", "salvage"),
+    [
+        (0, True),
+        pytest.param(1, False, marks=pytest.mark.long),
+        pytest.param(2, False, marks=pytest.mark.long),
+    ],
+)
 async def test_branch_goes_on_after_its_proxy_was_killed(
     engine: ScriptedEngine,
     checkpoint: Path,

@@ -18,7 +18,7 @@ from proxy.engines.vllm_server import VllmConfig, VllmServer, socket_folder
 from proxy.machine.swept_folder import SHARED_MEMORY, memory_prefix, sweep
 from tests.processes import assert_all_end, descendants, watched
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 RUN = """
 import asyncio, sys

@@ -390,7 +390,7 @@ def trl_gradients(model: Path, folder: Path, rows: list[Row]) -> dict[str, Tenso
 
     found: dict[str, Tensor] = {}
 
-    class Keep(TrainerCallback):  # type: ignore[misc]
+    class Keep(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
             found.update(gradients(model))
 

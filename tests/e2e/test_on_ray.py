@@ -16,16 +16,14 @@ import pytest
 from proxy.run_files.files import read_jsonl
 from tests.e2e.test_train_process import (
     TRIALS_PER_STEP,
-    assert_all_end,
-    command_line,
     configure,
-    descendants,
     servers,
     summary,
     train,
     trials,
 )
 from tests.needs import skip_or_fail
+from tests.processes import assert_all_end, command_line, descendants
 from trainer.run.folder import RunFolder
 
 try:

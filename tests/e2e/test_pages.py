@@ -35,6 +35,7 @@ LONG = {
     "docs/harbor.md",
     "docs/index.md",
     "docs/low_level.md",
+    "docs/notes/images.md",
     "docs/own-parts.md",
     "docs/proxy.md",
     "docs/python-api.md",
@@ -43,7 +44,7 @@ LONG = {
     "docs/tutorials/ray.md",
     *WHOLE,
 }
-"""Pages whose commands start a vLLM several times."""
+"""Pages whose commands start a vLLM several times, or run long tests."""
 REPOSITORY = [path for path in sorted(ROOT.iterdir()) if path.name not in (".git", "runs")]
 
 

@@ -60,10 +60,10 @@ async def test_run_trains_both_policies_and_continues_with_both_after_a_kill(
     steps = [line for line in read_jsonl(run.metrics) if "mismatch/logp_abs_mean" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     for policy in POLICIES:
-        for line in steps:
-            assert line[f"policies/{policy}/mismatch/logp_abs_mean"] < TOLERANCE
-            assert line[f"policies/{policy}/staleness/max"] == 0
-            assert line[f"policies/{policy}/sync/probe_abs_mean"] < TOLERANCE
+        for step in steps:
+            assert step[f"policies/{policy}/mismatch/logp_abs_mean"] < TOLERANCE
+            assert step[f"policies/{policy}/staleness/max"] == 0
+            assert step[f"policies/{policy}/sync/probe_abs_mean"] < TOLERANCE
     saved = Checkpoints(run.checkpoints, keep_last=2).latest()
     assert saved is not None
     adapters = [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import sqlite3
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,20 +30,23 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("model", "agent", "calls", "paths"),
+    ("model", "agent", "calls", "paths", "images"),
     [
-        ("qwen3-8b", "claude-code", 4, 1),  # continues what the length limit cut
-        ("qwen3.5-4b", "codex", 1, 1),
-        ("qwen3.5-4b", "mini-swe-agent", 3, 3),  # drops answers without a call
+        ("qwen3-8b", "claude-code", 4, 1, False),  # continues what the length limit cut
+        ("qwen3.5-4b", "codex", 1, 1, False),
+        ("qwen3.5-4b", "mini-swe-agent", 3, 3, False),  # drops answers without a call
+        ("qwen3-vl-4b", "claude-code", 4, 1, True),
+        ("qwen3.5-4b", "claude-code", 4, 4, True),  # cut while it reasons
     ],
 )
 def test_every_step_of_a_recipe_runs_on_a_tiny_model(
-    model: str, agent: str, calls: int, paths: int, tmp_path: Path
+    model: str, agent: str, calls: int, paths: int, images: bool, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     done = subprocess.run(
         [
-            *("examples/recipes/train.sh", model, agent, "--tiny"),
+            *("examples/recipes/train.sh", model, agent, *(["--images"] if images else [])),
+            "--tiny",
             *(f"trainer.run_dir={run}", "trainer.steps=1"),
         ],
         cwd=ROOT,
@@ -61,7 +67,20 @@ def test_every_step_of_a_recipe_runs_on_a_tiny_model(
     assert step["actor/grad_norm"] > 0
     assert step["mismatch/logp_abs_mean"] < 0.04
     assert step["sync/probe_abs_mean"] < 0.1
-    rewards = [
-        json.loads(file.read_text())["rewards"] for file in run.glob("trials/*/harbor_run.json")
-    ]
+    trials = list(run.glob("trials/*/harbor_run.json"))
+    rewards = [json.loads(file.read_text())["rewards"] for file in trials]
     assert rewards == [{"reward": 0.0, "fixed": 0.0, "kept": 1.0}] * 4
+    tasks = {file.parent.name.rpartition("-")[0] for file in trials}
+    assert shown(run) == ({task: drawn(task) for task in tasks} if images else {})
+
+
+def shown(run: Path) -> dict[str, str]:
+    """Task → SHA-256 of the picture that its trials sent."""
+    with closing(sqlite3.connect(run / "sessions.db")) as records:
+        rows = records.execute("SELECT session_id, sha256 FROM session_images").fetchall()
+    return {trial.rpartition("-")[0]: sha256 for trial, sha256 in rows}
+
+
+def drawn(task: str) -> str:
+    file = ROOT / ".cache/recipes/pictures/train" / task / "environment/repository/report.png"
+    return hashlib.sha256(file.read_bytes()).hexdigest()

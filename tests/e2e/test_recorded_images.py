@@ -9,9 +9,9 @@ import pytest
 from tests.e2e.images.program import MARKS, printed
 from tests.e2e.test_images import BOUNDS, OTHER_IMAGE
 
-LARGEST = {"qwen3_vl": 1e-4, "qwen3_5": 0.3}
+LARGEST = {"qwen3_vl": 1e-4, "gemma3": 1e-4, "qwen3_5": 0.3}
 """Of a token: float32, and bfloat16, in which prefill and decode differ by more."""
-KINDS = ("qwen3_vl", "qwen3_5")
+KINDS = ("qwen3_vl", "qwen3_5", "gemma3")
 pytestmark = [*MARKS, pytest.mark.parametrize("kind", KINDS)]
 
 

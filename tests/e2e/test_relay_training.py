@@ -1,7 +1,8 @@
 """`agentic-train` whose only engine is behind the relay: the worker pulls each version of the
 weights, or of an adapter, and every trained token was sampled with a published one.
 
-CI runs each type of numbers once, and each kind of weights once; the other two pairs are long.
+CI has its parts: a vLLM that connects to the proxy of its trials (`test_relay_workers.py`), and the
+weights that workers pull (`tests/proxy/extras/relay`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from proxy.store.protocol import SessionFilter
 from tests.trainer.test_eval_and_collect import agentic_train, write_config
 from trainer.run.folder import RunFolder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 STEPS = 2
 
@@ -58,7 +59,7 @@ def configured(
     return path, published
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_two_steps_with_an_engine_that_pulls_its_weights(
     tiny_model: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -100,7 +101,6 @@ async def sampled_by(run: RunFolder, policy: str) -> set[int]:
     return sampled
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_run_that_is_continued_with_an_engine_that_pulls_its_adapters(
     tiny_model: Path, tmp_path: Path, dtype: str
@@ -128,7 +128,6 @@ async def test_run_that_is_continued_with_an_engine_that_pulls_its_adapters(
     assert await sampled_by(run, "shop") == {0, 1, 2}
 
 
-@pytest.mark.long
 async def test_worker_that_is_killed_in_training_is_replaced_and_serves_the_current_weights(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -156,7 +156,7 @@ class Home:
     async def announce(self, sent: Published) -> None:
         await self.control.publish_weights(publication=sent.name, version=sent.version, run="a")
 
-    async def served(self, sent: Published, sites: Sequence[Site]) -> list[dict[str, Any]]:
+    async def served(self, sent: Published, sites: Sequence[object]) -> list[dict[str, Any]]:
         """What the workers say once all of them serve the weights."""
         async with asyncio.timeout(120):
             while True:

@@ -32,8 +32,12 @@ async def test_seeded_answer_does_not_depend_on_the_parts_of_its_prefill(
         stack.push_async_callback(engine.close)
         await engine.check()
 
-        async def sampled(seed: int, given: Sequence[int] = (), **more: int) -> list[int]:
-            sampling = Sampling(max_tokens=24 - len(given), temperature=1.0, seed=seed, **more)
+        async def sampled(
+            seed: int, given: Sequence[int] = (), first_seed: int | None = None
+        ) -> list[int]:
+            sampling = Sampling(
+                max_tokens=24 - len(given), temperature=1.0, seed=seed, first_seed=first_seed
+            )
             prompt = np.array([*PROMPT, *given], np.int32)
             call = chunks_of(
                 engine, prompt, sampling, request_id=f"r{seed}", cache_salt="s", stream=False

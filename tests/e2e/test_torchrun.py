@@ -19,15 +19,14 @@ from tests.e2e.test_train_process import (
     STEPS,
     TRIALS_PER_STEP,
     Train,
-    assert_all_end,
     assert_equal,
     configure,
-    descendants,
     engine,
     steps,
     summary,
     train,
 )
+from tests.processes import assert_all_end, descendants
 from trainer.checkpoint import Checkpoints
 
 __all__ = ["engine"]

@@ -11,7 +11,6 @@ import pytest
 from msgspec import structs
 
 from proxy.engines.address import EngineAddress
-from proxy.engines.http_engine import HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.upstream import Upstream
 from proxy.engines.vllm import VllmEngine
@@ -78,7 +77,7 @@ async def test_streamed_and_whole_answers_are_the_same_sample(engine: VllmEngine
 
 @pytest.mark.parametrize("kind", [VllmEngine, CompletionsEngine])
 async def test_alternatives_are_the_most_probable_tokens_and_change_no_request_of_the_agent(
-    vllm: VllmServer, kind: type[HttpEngine]
+    vllm: VllmServer, kind: type[VllmEngine | CompletionsEngine]
 ) -> None:
     client = kind(vllm.url)
     await client.check()
@@ -174,7 +173,7 @@ async def test_closed_call_is_aborted_and_the_engine_continues(engine: VllmEngin
 
 
 async def test_aborted_call_is_cut(engine: VllmEngine) -> None:
-    chunks = []
+    chunks: list[Chunk] = []
     async for chunk in chunks_of(engine, PROMPT, ENDLESS, request_id="gone"):
         if not chunks:
             await engine.abort("gone")

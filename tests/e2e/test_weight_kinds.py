@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tests.e2e.test_weight_dtypes import digests, serving, updating
 from tests.e2e.weight_kinds import changed, kind_of, written
 from tests.gpu.vllm_on_gpu import TRAINED
-from tests.trainer.policy.architectures import Architecture
+from tests.trainer.policy.representatives import chosen, representatives
 from trainer.errors import WeightSyncError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -32,7 +32,7 @@ LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 def classes(refused: Mapping[str, str]) -> list[Any]:
     return [
         pytest.param(
-            each,
+            each.title,
             id=each.title,
             marks=[pytest.mark.xfail(strict=True, reason=refused[each.title])]
             if each.title in refused
@@ -43,10 +43,13 @@ def classes(refused: Mapping[str, str]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def sent_alone(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+def sent_alone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Any]:
+    titles = chosen(request.session, "sent_alone", "title")
     out = tmp_path_factory.mktemp("kinds") / "found.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.weight_kinds", out],
+        [sys.executable, "-m", "tests.e2e.weight_kinds", out, *titles],
         env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         capture_output=True,
         text=True,
@@ -58,21 +61,20 @@ def sent_alone(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("architecture", classes({}))
+@pytest.mark.parametrize("title", representatives([each.title for each in TRAINED]))
 def test_each_kind_of_weight_arrives_or_the_update_fails(
-    sent_alone: Mapping[str, Any], architecture: Architecture
+    sent_alone: Mapping[str, Any], title: str
 ) -> None:
-    found = sent_alone[architecture.title]
+    found = sent_alone[title]
     assert "error" not in found
     assert found["kinds"] >= 9
     assert found["wrong"] == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", classes(NOT_COMPUTED))
-def test_each_kind_of_weight_arrives_in_a_running_engine(
-    architecture: Architecture, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("title", classes(NOT_COMPUTED))
+def test_each_kind_of_weight_arrives_in_a_running_engine(title: str, tmp_path: Path) -> None:
+    (architecture,) = (each for each in TRAINED if each.title == title)
     model, file = tmp_path / "model", tmp_path / "changed.safetensors"
     dtype = "bfloat16" if architecture.kind in LINEAR else "float32"
     weights = written(architecture, model, getattr(torch, dtype))

@@ -169,7 +169,8 @@ def test_request_in_flight_continues_and_each_token_carries_its_version(
             json.dumps(body).encode(),
             {"Content-Type": "application/json", **address.headers},
         )
-        ids, spans = [], []
+        ids: list[int] = []
+        spans: list[dict[str, Any]] = []
         with urllib.request.urlopen(request, timeout=120) as response:
             for line in response:
                 if line.startswith(b"data: {"):

@@ -1,6 +1,6 @@
 """Each kind of weight of each class of docs/models.md, sent alone to a vLLM for CPUs.
 
-    python -m tests.e2e.weight_kinds FILE [KIND …]
+    python -m tests.e2e.weight_kinds FILE [CLASS …]
 
 A kind is all tensors whose names differ in numbers only (`model.layers.N.mlp.up_proj.weight`). For
 each one, only its tensors change, and the update must give every tensor with which vLLM computes
@@ -35,13 +35,13 @@ CONTEXT = 256
 CPU = torch.device("cpu")
 
 
-def main(out: Path, *kinds: str) -> None:
-    """`kinds`: only classes with these `model_type`s."""
+def main(out: Path, *titles: str) -> None:
+    """`titles`: only these classes of docs/models.md."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         loader = Loader(Path(folder))
         for architecture in TRAINED:
-            if not kinds or architecture.kind in kinds:
+            if not titles or architecture.title in titles:
                 found[architecture.title] = _answered(loader, architecture)
                 out.write_text(json.dumps(found, indent=1))
 

@@ -23,6 +23,7 @@ CONFIGS = [
 MADE = {
     ROOT / "examples/pretrained/agentic_trainer.yaml": Path(".cache/pretrained/model"),
     ROOT / "examples/images/agentic_trainer.yaml": Path(".cache/images/model"),
+    ROOT / "examples/swe_agent/agentic_trainer.yaml": Path(".cache/swe_agent/model"),
 }
 """Configurations of models that are not in the repository → the folder in which each is made."""
 LAYERS = [
@@ -36,8 +37,12 @@ OVER_IMAGES = ROOT / "examples/images/claude_code.yaml"
 RECIPES = sorted((ROOT / "examples/recipes").rglob("*.yaml"))
 """Layers that `tests/examples/test_recipes.py` loads in every composition."""
 AGENTS = sorted((ROOT / "examples/agents").glob("*.yaml"))
-OF_AGENTS = [ROOT / "examples/mini_swe_agent/prompts.yaml"]
-"""Files that an agent reads itself; tests/examples/test_mini_swe_agent.py starts it with this."""
+OF_AGENTS = [
+    ROOT / "examples/mini_swe_agent/prompts.yaml",
+    ROOT / "examples/swe_agent/config.yaml",
+]
+"""Files that an agent reads itself; tests/examples/test_mini_swe_agent.py and
+tests/e2e/agents/swe_agent.py start them with these."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))

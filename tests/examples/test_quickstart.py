@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from examples.quickstart.shop import calculate, price, right_answer
 from tests.examples.openai_server import openai_server
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
-TASK = {
+TASK: dict[str, Any] = {
     "prompt": "What does this order cost?\npens: 3\nhats: 2",
     "order": {"pens": 3, "hats": 2},
     "prices": {"pens": 14, "hats": 27},

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from benchmarks.gpu.parts import RECIPE, Part, further
 from examples.recipes.make_tasks import FAULTS, Fault, write_task
@@ -139,6 +141,8 @@ def test_recipe_is_complete_and_its_plan_fits(
 def test_qwen3_5_reads_images_with_the_tower_that_it_has(
     more: tuple[str, ...], published: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write_task(here / ".cache/recipes/pictures/train", FAULTS[0], picture=True)
+    write_task(here / ".cache/recipes/pictures/heldout", FAULTS[-1], picture=True)
     monkeypatch.setattr(memory, "has_fla", lambda: True)
     devices = (H100,) * (8 if more else 1)
     on_gpus(monkeypatch, *devices)
@@ -148,6 +152,7 @@ def test_qwen3_5_reads_images_with_the_tower_that_it_has(
     assert main([*words, "--check", path]) == 0
     config = load(files, [path])
     assert (config.model.vision, config.engine.args) == ("frozen", ())
+    assert "pictures" in str(config.data.harbor.train_dir)
     assert plan_devices(config, devices) is not None
 
 
@@ -225,6 +230,23 @@ def test_hidden_test_finds_the_fault_and_nothing_else(fault: Fault, tmp_path: Pa
     assert (passes("hidden_test"), passes("visible_test")) == (True, True)
 
 
+def test_report_as_a_picture_is_named_in_the_task_and_seen_by_who_opens_it(tmp_path: Path) -> None:
+    """`@` and the path, so that Claude Code opens it; nothing of the report is in a text."""
+    for fault in FAULTS:
+        task = write_task(tmp_path, fault, picture=True)
+        instruction = (task / "instruction.md").read_text()
+        assert "@/app/report.png\n" in instruction
+        assert fault.report not in instruction
+        with Image.open(task / "environment/repository/report.png") as picture:
+            dark = np.asarray(picture.convert("L")) < 128
+        assert dark.any()
+        margins = (dark[:8], dark[-8:], dark[:, :8], dark[:, -8:])
+        assert not any(each.any() for each in margins)  # no line is cut
+        folder = write_task(tmp_path / "texts", fault)
+        assert fault.report in (folder / "instruction.md").read_text()
+        assert not list(folder.rglob("*.png"))
+
+
 def run_script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Runs the script where the programs that it starts print their arguments."""
     for path in ("examples/harbor", ".venv/bin"):
@@ -235,7 +257,7 @@ def run_script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         program = folder / ".venv/bin" / name
         program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
         program.chmod(0o755)
-    command = [RECIPES / "train.sh", *words]
+    command = [str(RECIPES / "train.sh"), *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
@@ -247,6 +269,21 @@ def test_tiny_layer_is_the_last_file_and_given_keys_are_the_last_keys(tmp_path: 
     assert lines[-2:] == ["trainer.run_dir=mine", "a=b"]
     assert "model.path=.cache/recipes/models/qwen3-8b" in lines
     assert lines[:4] == ["-m", "benchmarks.install", "recipes", "torchvision"]
+
+
+def test_pictures_are_drawn_for_agents_that_look_at_them(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "qwen3-vl-4b", "claude-code", "--images", "--tiny")
+    lines = done.stdout.splitlines()
+    files = [Path(line).stem for line in lines if line.endswith(".yaml")]
+    assert files == ["swe", "qwen3-vl-4b", "claude-code", "images", "tiny"]
+    at = lines.index("examples.recipes.make_tasks")
+    assert lines[at + 1 : at + 4] == ["--out", ".cache/recipes/pictures", "--pictures"]
+
+
+def test_agent_that_cannot_look_at_pictures_is_refused(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "qwen3-vl-4b", "mini-swe-agent", "--images")
+    assert done.returncode == 2
+    assert "mini-swe-agent cannot look at the pictures of --images" in done.stderr
 
 
 def test_published_model_needs_no_tiny_one(tmp_path: Path) -> None:

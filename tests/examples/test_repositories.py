@@ -7,13 +7,18 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from examples.claude_code import expert as claude_code
+from examples.codex import expert as codex
 from examples.repositories.tasks import FOLDER, REQUESTS, File, is_done, new_repository, new_task
 from examples.starter_model.transcripts import Transcript
+from examples.swe_agent import expert as swe_agent
 
 EXAMPLES = FOLDER.parent
 
@@ -31,16 +36,62 @@ def after(transcript: Transcript, folder: Path, task: dict[str, str]) -> None:
         for call in message.get("tool_calls", ()):
             given = json.loads(call["function"]["arguments"])
             if "updated successfully" in result["content"]:
-                file = folder / given["file_path"]
-                text = file.read_text()
-                assert text.count(given["old_string"]) == 1
-                file.write_text(text.replace(given["old_string"], given["new_string"]))
+                _replace(folder / given["file_path"], given["old_string"], given["new_string"])
+            elif "has been edited" in result["content"]:
+                _replace(folder / Path(given["path"]).name, given["old_str"], given["new_str"])
+            elif "No replacement" in result["content"]:
+                assert given["old_str"] not in (folder / Path(given["path"]).name).read_text()
+            elif call["function"]["name"] == "bash":
+                command = given["command"]
+                run = subprocess.run(command, shell=True, cwd=folder, check=True, stdout=PIPE)
+                said = f"OBSERVATION:\n{run.stdout.decode()}"
+                assert result["content"] == (said if run.stdout else swe_agent.NOTHING)
+            elif "Success. Updated" in result["content"]:
+                name, old, new = _patched(given["cmd"])
+                file = folder / name
+                assert file.read_text().count(f"{old}\n") == 1
+                file.write_text(file.read_text().replace(f"{old}\n", f"{new}\n"))
             elif call["function"]["name"] == "Bash":
                 subprocess.run(given["command"], shell=True, cwd=folder, check=True)
+            elif "apply_patch" in given.get("cmd", ""):
+                name, old, _ = _patched(given["cmd"])
+                assert "verification failed" in result["content"]
+                assert f"{old}\n" not in (folder / name).read_text()
+            elif "cmd" in given:
+                command = given["cmd"]
+                run = subprocess.run(command, shell=True, cwd=folder, check=True, stdout=PIPE)
+                assert result["content"].endswith(f"\nOutput:\n{run.stdout.decode()}")
+
+
+def _replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+
+def _patched(command: str) -> tuple[str, str, str]:
+    """The file of a patch, the line that it takes away, and the one that it adds."""
+    lines = command.splitlines()
+    (old,) = (line[1:] for line in lines if line.startswith("-"))
+    (new,) = (line[1:] for line in lines if line.startswith("+"))
+    (name,) = (line.split(": ")[1] for line in lines if line.startswith("*** Update File"))
+    return name, old, new
+
+
+EXPERTS: dict[str, Callable[[list[File], dict[str, str], random.Random], Transcript]] = {
+    "claude_code": lambda repository, task, rng: claude_code.played(
+        repository, task, date(2026, 1, 1), rng
+    ),
+    "codex": codex.played,
+    "swe_agent": swe_agent.played,
+}
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_expert_does_each_kind_of_task_and_not_always(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("agent", EXPERTS)
+def test_expert_does_each_kind_of_task_and_not_always(
+    agent: str, kind: str, tmp_path: Path
+) -> None:
     outcomes = set()
     for seed in range(150):
         rng = random.Random(seed)
@@ -51,7 +102,7 @@ def test_expert_does_each_kind_of_task_and_not_always(kind: str, tmp_path: Path)
         before = written(tmp_path / f"before-{seed}", repository)
         folder = written(tmp_path / f"after-{seed}", repository)
         assert not is_done(folder, before, task)
-        played = claude_code.played(repository, task, claude_code.date(2026, 1, 1), rng)
+        played = EXPERTS[agent](repository, task, rng)
         after(played, folder, task)
         outcomes.add(is_done(folder, before, task))
     assert outcomes == {True, False}

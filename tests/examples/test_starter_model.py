@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,11 @@ SHIPPED = {
     "claude_code": Shipped(
         EXAMPLES / "claude_code/model",
         "examples.claude_code.expert:transcript",
+        ("--transcripts", "4480", "--lengths", "mixed", "--context-tokens", "4096"),
+    ),
+    "codex": Shipped(
+        EXAMPLES / "codex/model",
+        "examples.codex.expert:transcript",
         ("--transcripts", "4480", "--lengths", "mixed", "--context-tokens", "4096"),
     ),
     "judge": Shipped(
@@ -199,7 +205,7 @@ def _gradient(model, loss: torch.Tensor) -> torch.Tensor:
 
 def _conversations() -> list[Transcript]:
     rng = random.Random(1)
-    plain = [
+    plain: list[dict[str, Any]] = [
         {"role": "user", "content": "Ünïcode <b>?"},
         {"role": "assistant", "content": "Yes.", "reasoning_content": "It is."},
         {"role": "user", "content": "Sure?"},

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -119,9 +120,7 @@ def architectures() -> Facts:
     """Title of a class → vLLM's configuration of our server on it, and its attention by type."""
     with tempfile.TemporaryDirectory() as folder:
         vllm: Any = import_module("tests.gpu.vllm_on_gpu")
-        return {
-            each.title: _answer(lambda e=each: _architecture(e, folder)) for each in vllm.TRAINED
-        }
+        return {each.title: _answer(partial(_architecture, each, folder)) for each in vllm.TRAINED}
 
 
 def _architecture(architecture: Any, folder: str) -> Facts:
@@ -170,7 +169,7 @@ def variants() -> Facts:
     with tempfile.TemporaryDirectory() as folder:
         vllm.written(experts, Path(folder))
         return {
-            name: _answer(lambda s=dict(settings): _variant(Path(folder), s))
+            name: _answer(partial(_variant, Path(folder), dict(settings)))
             for name, settings in VARIANTS.items()
         }
 

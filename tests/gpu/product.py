@@ -15,8 +15,8 @@ from triton.compiler import ASTSource
 H200 = GPUTarget("cuda", 90, 32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def product(left, right, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def product(left, right, out, SIZE: tl.constexpr):
     rows = tl.arange(0, SIZE)[:, None]
     columns = tl.arange(0, SIZE)[None, :]
     at = rows * SIZE + columns

@@ -18,6 +18,7 @@ import pytest
 from proxy.engines.vllm_platform import GPU
 from tests.needs import skip_or_fail
 from tests.trainer.policy.architectures import ARCHITECTURES
+from tests.trainer.policy.representatives import chosen, representatives
 
 ENVIRONMENT = Path(".cache/gpu")
 PYTHON = ENVIRONMENT / "bin" / "python"
@@ -28,7 +29,7 @@ TRANSPORTS = ("shm", "gloo", "nccl")
 pytestmark = pytest.mark.slow
 
 
-def asked(program: str, folder: Path) -> dict[str, Any]:
+def asked(program: str, folder: Path, *words: str) -> dict[str, Any]:
     """What a program of this folder has found in the environment for GPUs."""
     if not (ENVIRONMENT / ".ready").is_file():
         skip_or_fail("no environment for GPUs; run python -m benchmarks.install gpu")
@@ -43,7 +44,7 @@ def asked(program: str, folder: Path) -> dict[str, Any]:
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
     }
     done = subprocess.run(
-        [PYTHON, "-m", f"tests.gpu.{program}", out],
+        [PYTHON, "-m", f"tests.gpu.{program}", out, *words],
         env=inherited | own,
         capture_output=True,
         text=True,
@@ -81,8 +82,11 @@ def test_no_two_packages_write_different_files_to_one_place() -> None:
 
 
 @pytest.fixture(scope="module")
-def updated(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    return asked("updates", tmp_path_factory.mktemp("updates"))
+def updated(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Any]:
+    titles = chosen(request.session, "updated", "title")
+    return asked("updates", tmp_path_factory.mktemp("updates"), *titles)
 
 
 def test_vllm_finds_the_card_and_we_choose_its_platform(decided: Mapping[str, Any]) -> None:
@@ -160,7 +164,7 @@ def test_float32_is_multiplied_exactly(decided: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("title", TITLES)
+@pytest.mark.parametrize("title", representatives(TITLES))
 def test_update_leaves_each_tensor_in_its_place_with_what_a_fresh_load_gives(
     updated: Mapping[str, Any], title: str, transport: str
 ) -> None:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from unittest.mock import MagicMock
 
 import torch
 
-from tests.gpu.decisions import _answer
+from tests.gpu.decisions import Facts, _answer
 from tests.gpu.posing import pose
 
 CUDA = torch.device("cuda:0")
@@ -43,7 +44,7 @@ def main(out: Path, *titles: str) -> None:
             if titles and architecture.title not in titles:
                 continue
             path = Path(folder, architecture.kind)
-            found[architecture.title] = _answer(lambda a=architecture, p=path: _updated(a, p))
+            found[architecture.title] = _answer(partial(_updated, architecture, path))
             out.write_text(json.dumps(found, indent=1))
 
 
@@ -72,7 +73,7 @@ def _without_a_card() -> None:
         made: torch.Tensor = empty(*sizes, device=None if device == CUDA else device, **named)
         return made
 
-    torch.empty = allocated  # type: ignore[assignment]
+    torch.empty = allocated
     parallel: Any = import_module("vllm.distributed.parallel_state")
     with tempfile.NamedTemporaryFile() as store:
         parallel.init_distributed_environment(1, 0, f"file://{store.name}-store", 0, backend="gloo")
@@ -96,14 +97,14 @@ def _updated(architecture: Any, folder: Path) -> dict[str, Any]:
         for path in folders[1:]
     ]
     return {
-        name: _answer(lambda s=send: {"wrong": _wrong(config, live, weights[1:], fresh, s)})
+        name: _answer(partial(_wrong, config, live, weights[1:], fresh, send))
         for name, send in TRANSPORTS.items()
     }
 
 
-def _wrong(config: Any, live: Any, weights: Any, fresh: Any, send: Any) -> list[str]:
+def _wrong(config: Any, live: Any, weights: Any, fresh: Any, send: Any) -> Facts:
     before = _addresses(live)
-    wrong = []
+    wrong: list[str] = []
     with import_module("vllm.config").set_current_vllm_config(config), torch.no_grad():
         for number, (sent, expected) in enumerate(zip(weights, fresh, strict=True), 1):
             with send(config, live) as update:
@@ -115,7 +116,7 @@ def _wrong(config: Any, live: Any, weights: Any, fresh: Any, send: Any) -> list[
                 for name, tensor in _tensors(live)
                 if not torch.equal(tensor, expected[name])
             ]
-    return wrong[:6]
+    return {"wrong": wrong[:6]}
 
 
 def _loaded(config: Any) -> Any:

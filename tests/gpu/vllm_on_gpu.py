@@ -13,7 +13,7 @@ from proxy.engines.vllm_server import VllmConfig, VllmServer
 from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
 from trainer.policy.shrink import shrunk
 
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 128},
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},

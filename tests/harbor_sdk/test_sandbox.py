@@ -214,7 +214,7 @@ async def test_stopped_sandbox_refuses_commands(sandbox: Sandbox) -> None:
     await sandbox.stop()
     await sandbox.stop()
     with pytest.raises(SandboxError, match="stopped"):
-        await sandbox.run("true", stdin=io.BufferedReader(io.BytesIO()))  # type: ignore[arg-type]
+        await sandbox.run("true", stdin=io.BufferedReader(io.BytesIO()))
 
 
 def test_missing_privilege_is_named_in_the_error() -> None:

@@ -17,6 +17,8 @@ QWEN_TOKENS = (
     "<think>",
     "</think>",
 )
+GEMMA_WORDS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+GEMMA_TEMPLATE = Path(__file__).parents[2] / "examples/images/gemma3.jinja"
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PICTURES = "pictures.jinja"
 _TEXT = (
@@ -48,9 +50,35 @@ def write_checkpoint(folder: Path, *, template: str = "qwen3.jinja") -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    model = {"max_position_embeddings": 32768}
+    model: dict[str, int | None] = {"max_position_embeddings": 32768}
     if reads_images:
         model["image_token_id"] = tokenizer.token_to_id("<|image_pad|>")
     (folder / "config.json").write_text(json.dumps(model))
     (folder / "chat_template.jinja").write_text((TEMPLATES / template).read_text())
     return folder
+
+
+def write_gemma_checkpoint(folder: Path, template: str) -> Path:
+    """One of Gemma 3: words and line breaks around an image merge with the text."""
+    write_checkpoint(folder, template="plain.jinja")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in GEMMA_WORDS])
+    tokenizer.add_tokens([AddedToken("\n" * count, normalized=False) for count in range(1, 5)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    start, end, image = map(tokenizer.token_to_id, GEMMA_WORDS)
+    model = {
+        "model_type": "gemma3",
+        "max_position_embeddings": 32768,
+        "boi_token_index": start,
+        "eoi_token_index": end,
+        "image_token_index": image,
+    }
+    (folder / "config.json").write_text(json.dumps(model))
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def gemma_template() -> str:
+    """That of examples/images, with the words of these checkpoints."""
+    text = GEMMA_TEMPLATE.read_text("utf-8")
+    return text.replace("<start_of_turn>", "<|im_start|>").replace("<end_of_turn>", "<|im_end|>")

@@ -67,6 +67,7 @@ class RunningProxy:
         route: str,
         body: Any,
         timeout_s: float = 300,
+        /,
         **headers: str,
     ) -> tuple[int, Any]:
         """Status and JSON of a call that is not streamed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from proxy.testing.scripted_engine import Script
 
@@ -20,6 +20,7 @@ class Continued:
             done = len(prompt_ids) - len(prompt)
             if 0 <= done <= len(answer) and tuple(prompt_ids) == (*prompt, *answer[:done]):
                 return answer[done:]
-        answer = self._script(prompt_ids)
-        self.answers[tuple(prompt_ids)] = answer
-        return answer
+        whole = self._script(prompt_ids)
+        assert not isinstance(whole, Awaitable)
+        self.answers[tuple(prompt_ids)] = whole
+        return whole

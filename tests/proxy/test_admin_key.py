@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -82,7 +83,7 @@ def test_configured_key_overrides_the_environment_and_both_override_the_file(
     ],
 )
 def test_default_path_of_the_key_file(
-    settings: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert key_file(load_config(**settings)) == Path(expected)

@@ -160,6 +160,7 @@ def test_page_of_requests_is_up_to_date_with_their_declarations() -> None:
     command = "python -m proxy.commands.route_reference > docs/routes.md"
     page = (ROOT / "docs" / "routes.md").read_text()
     assert page == reference(), f"generate it again: {command}"
-    assert "| `POST /sessions/{trial_id}/rewards` | the admin key |" in page
-    assert "| `GET /view/state` | a reader of the page |" in page
+    own = "; a person, for own sessions"
+    assert f"| `POST /sessions/{{trial_id}}/rewards` | the admin key{own} |" in page
+    assert f"| `GET /view/state` | a reader of the page{own} |" in page
     assert "| `GET /health` | anyone |" in page

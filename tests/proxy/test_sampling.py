@@ -37,6 +37,24 @@ def test_what_cannot_be_trained_is_refused_by_name_in_training_only(
     assert check_pinned(plain, SessionKind.TRAIN) == plain
 
 
+@pytest.mark.parametrize("kind", SessionKind)
+def test_temperature_below_the_engines_least_cannot_be_pinned(kind: SessionKind) -> None:
+    """vLLM would sample at 0.01, and the trainer would compute with what was pinned."""
+    with pytest.raises(RequestError, match=r"sampling\.temperature.*0\.01 instead of 0\.004"):
+        check_pinned({"temperature": 0.004}, kind)
+    for allowed in (0, 0.01, 1):
+        assert check_pinned({"temperature": allowed}, kind) == {"temperature": allowed}
+
+
+@pytest.mark.parametrize(("asked", "sampled"), [(0.0, 0.0), (1e-9, 0.01), (0.01, 0.01), (0.7, 0.7)])
+def test_record_has_the_temperature_at_which_engines_sample(asked: float, sampled: float) -> None:
+    session = Session("s", b"", SessionKind.EVAL, SessionStatus.OPEN, 1.0, 2.0)
+    limits: dict[str, Any] = {"prompt_tokens": 3, "context_tokens": 100, "stop_token_ids": ()}
+    found = resolve(session, Options(temperature=asked), **limits)
+    assert found.temperature == sampled
+    assert as_record(found)["temperature"] == sampled
+
+
 async def test_proxy_creates_no_session_that_could_not_be_trained(proxy: RunningProxy) -> None:
     with pytest.raises(ProxyClientError, match="repetition_penalty"):
         await proxy.session(sampling={"repetition_penalty": 1.3})

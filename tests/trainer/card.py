@@ -467,9 +467,9 @@ class _Moved(Function):
         return back, None, None, None, None
 
 
-class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Dispatch(TorchDispatchMode):
     def __init__(self, card: Card) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.card = card
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -519,7 +519,7 @@ class _Methods:
             return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
         if device.type == "meta":
             return NotImplemented
-        return _Moved.apply(tensor, card, device, dtype, late)  # type: ignore[no-untyped-call]
+        return _Moved.apply(tensor, card, device, dtype, late)
 
     @staticmethod
     def cpu(card: Card, tensor: Tensor, **_: Any) -> Any:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from trainer.checkpoint import FORMAT, Checkpoints, as_in_source
+from trainer.checkpoint import FORMAT, Checkpoints, _export, as_in_source
 from trainer.errors import CheckpointError
 from trainer.run.state_folder import StateError, check_whole, read_metadata, read_state, write_state
 
-STATE = {
+STATE: dict[str, Any] = {
     "model": {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)},
     "optimizer": {"lr": 1e-3, "betas": (0.9, 0.99), "name": "x", "none": None},
     "schedule": {"last_epoch": 4, "base_lrs": [1e-3]},
@@ -163,6 +163,29 @@ def test_metadata_of_any_bytes_is_read_or_refused(
     (folder / ".metadata").write_bytes(whole[:at] + put + whole[at + 1 :])
     with suppress(CheckpointError):
         check_whole(folder)
+
+
+def test_export_has_all_files_of_its_source_but_its_weights(tmp_path: Path) -> None:
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    exported.mkdir()
+    files = {
+        *("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"),
+        *("merges.txt", "tokenizer.model", "qwen.tiktoken", "modeling_own.py"),
+        "additional_chat_templates/tools.jinja",
+    }
+    for name in files:
+        (source / name).write_text(name)
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (source / name).write_text("of other weights")
+    _export([("a", torch.ones(2))], source, exported)
+    found = {
+        path.relative_to(exported).as_posix(): path.read_bytes()
+        for path in exported.rglob("*")
+        if path.is_file()
+    }
+    assert found.pop("model.safetensors")
+    assert found == {name: name.encode() for name in files}
 
 
 def test_export_has_the_types_of_its_source(tmp_path: Path) -> None:

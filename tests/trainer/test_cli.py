@@ -4,6 +4,7 @@ before anything is started."""
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -55,6 +56,35 @@ def test_check_prints_the_resolved_configuration(
     assert "optimizer" not in short
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("advantage=tests.trainer.algorithms.test_probe:misspelt", "has no attribute 'centered'"),
+        ("loss=tests.trainer.algorithms.test_probe:without_gradient", "does not require grad"),
+    ],
+)
+def test_check_refuses_a_part_of_ones_own_that_fails(
+    config: Path, capfd: pytest.CaptureFixture[str], setting: str, said: str
+) -> None:
+    code, told = failure(capfd, "--config", str(config), "--check", f"algorithm.{setting}")
+    assert code == 2
+    assert said in told
+
+
+def test_check_refuses_a_script_that_the_trial_would_not_find(
+    config: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "agent.py").touch()
+    monkeypatch.chdir(tmp_path)
+    argv = "remote_agent.command.argv=[python, agent.py]"
+    code, told = failure(capfd, "--config", str(config), "--check", argv)
+    assert code == 2
+    assert "write {root}/agent.py" in told
+
+
 def test_unknown_key_is_refused_with_its_name(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +100,9 @@ def test_missing_config_option_is_refused_with_a_remedy(capfd: pytest.CaptureFix
 
 
 def test_unknown_command_is_refused_with_its_name(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "'trian'" in failure(capfd, "trian")[1]
+    said = failure(capfd, "sessions", "list")[1]
+    assert "'sessions': not a command" in said
+    assert "agentic-proxy sessions list --store RUN" in said
 
 
 def test_model_path_without_a_checkpoint_is_refused_with_the_path(
@@ -374,6 +406,17 @@ def test_check_warns_about_held_out_tasks_that_are_trained_on(
     ]
     assert main(["--config", str(config), "--check"]) == 0
     assert "warning: data" not in capfd.readouterr().out
+
+
+def test_check_refuses_a_quantised_checkpoint_by_its_method(
+    config: Path, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    file = folder / "config.json"
+    quantised = {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantised))
+    text = failure(capfd, "--config", str(config), "--check", f"model.path={folder}")[1]
+    assert f"model.path: {folder} is quantised (quantization_config: mxfp4)" in text
 
 
 def test_check_loads_no_weights(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

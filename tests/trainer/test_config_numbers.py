@@ -69,10 +69,10 @@ def test_no_number_may_be_infinite_or_nan(value: float) -> None:
         for name, field in model.model_fields.items():
             if "float" not in str(field.annotation):
                 continue
+            kind: Any = field.annotation
             for shape in (value, [value], [value, value], {"a": value}):
                 adapter: TypeAdapter[Any] = TypeAdapter(
-                    field.annotation,
-                    config=model.model_config if not list(models_in(field.annotation)) else None,
+                    kind, config=model.model_config if not list(models_in(kind)) else None
                 )
                 try:
                     adapter.validate_python(shape)

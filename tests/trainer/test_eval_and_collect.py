@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -170,15 +171,47 @@ async def test_evaluations_continue_and_are_compared(
     ]
 
 
-def test_compare_refuses_the_folder_of_a_training_run_in_one_line(
+def a_run(folder: Path, **evaluations: list[float]) -> Path:
+    """The folder of a training run with a trained trial and the rewards of evaluations by task."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text("eval: {success_at: 1.0}")
+    lines: list[dict[str, Any]] = [{"kind": "train", "group": "g", "task_id": "t", "reward": 0.0}]
+    for name, rewards in evaluations.items():
+        for task, reward in enumerate(rewards):
+            lines.append(
+                {"kind": "eval", "evaluation": name, "task_id": str(task), "reward": reward}
+            )
+    each = ({"step": 1, "trial_id": "a", "status": "done", "source": "s", **line} for line in lines)
+    (folder / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in each))
+    return folder
+
+
+def test_training_runs_are_compared_by_their_last_evaluations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = {"step": 1, "kind": "train", "trial_id": "a-1", "task_id": "a", "reward": 1.0}
-    (tmp_path / "trials.jsonl").write_text(json.dumps(line) + "\n")
-    assert compare(argparse.Namespace(folders=[tmp_path])) == 2
-    said = capsys.readouterr().err
-    assert "not those of an evaluation; give the --out of agentic-train eval" in said
-    assert said.count("\n") == 1
+    low = a_run(tmp_path / "low", before=[0.0] * 10, after=[0.0] * 8 + [1.0] * 2)
+    high = a_run(tmp_path / "high", before=[0.0] * 10, after=[1.0] * 10)
+    assert compare(argparse.Namespace(folders=[low, high])) == 0
+    _, first, second = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert first == [str(low), "(after)", "10", "0.200"]
+    assert second[:5] == [str(high), "(after)", "10", "1.000", "+0.800"]
+    assert second[-2:] == ["8", "0"]
+    assert compare(argparse.Namespace(folders=[high])) == 0
+    _, first, second = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert (first[1], second[1], second[4]) == ("(before)", "(after)", "+1.000")
+
+
+def test_compare_refuses_what_has_no_evaluation_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, why in (
+        (a_run(tmp_path / "trained"), "has no finished trial on held-out tasks"),
+        (tmp_path, "no evaluation and no run; give the --out of agentic-train eval"),
+    ):
+        assert compare(argparse.Namespace(folders=[folder])) == 2
+        said = capsys.readouterr().err
+        assert why in said
+        assert said.count("\n") == 1
 
 
 @pytest.mark.long

@@ -102,7 +102,7 @@ class ScriptedTrials:
         rng = np.random.default_rng(seed)
         ids = rng.integers(1, VOCABULARY, 12).astype(np.int32)
         mask = np.arange(12) >= 4
-        logprobs = np.array([0.0, *await self._score(ids)], np.float32)
+        logprobs = np.array([0.0, *await self._score(ids.tolist())], np.float32)
         segment = Segment(
             -1,
             ids,

@@ -13,13 +13,16 @@ import pytest
 import torch
 import yaml
 
+from proxy.machine import logs
 from trainer import start
 from trainer.checkpoint import FORMAT, Saved
 from trainer.cli import main
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.extras import report
 from trainer.extras.mirror import CheckpointMirror
+from trainer.mains.registry import Parts
 from trainer.run.folder import RunFolder
+from trainer.run.log import RunLog
 from trainer.run.state_folder import write_state
 from trainer.settings.sources import load
 from trainer.settings.values import Sources
@@ -48,7 +51,7 @@ def run_until(monkeypatch: pytest.MonkeyPatch, config: Path) -> Any:
     def run(status: str, *overrides: str) -> tuple[str, int]:
         started: list[tuple[str, int]] = []
 
-        def scripted(_: start.Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> int:
+        def scripted(_: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> int:
             print(*notes)
             started.append((folder.path.name, saved.step if saved else 0))
             folder.write_summary({"status": status})
@@ -72,6 +75,17 @@ def test_same_command_continues_a_run_that_has_not_ended(run_until: Any, status:
     assert run_until(status) == ("run", 7)
     assert run_until("done") == ("run", 7)
     assert run_until("done") == ("run-2", 0)
+
+
+def test_damaged_newest_checkpoint_is_said_and_the_one_before_it_continued(
+    run_until: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_until("running")
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(folder / "step-000007", folder / "step-000009")
+    (folder / "step-000009" / "state" / ".metadata").write_bytes(b"")
+    assert run_until("running") == ("run", 7)
+    assert "step-000009 is damaged and not used: " in capsys.readouterr().out
 
 
 def test_another_configuration_begins_a_new_run_and_says_which_key_differs(
@@ -171,7 +185,7 @@ def test_log_level_of_the_command_line_is_that_of_the_run(
 
     monkeypatch.setattr(start, "_under_signals", nothing)
     monkeypatch.setattr(start, "hide_memory", lambda: None)  # of the test's own process
-    monkeypatch.setattr(start.logs, "set_up", lambda _, least: levels.append(least))
+    monkeypatch.setattr(logs, "set_up", lambda _, least: levels.append(least))
     assert main(["--config", str(config), *arguments]) == 0
     assert levels == [level]
 
@@ -208,14 +222,14 @@ def fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 def closings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happened to the log of a run."""
     noted: list[str] = []
-    close = start.RunLog.close
+    close = RunLog.close
 
-    def noting(log: start.RunLog) -> None:
+    def noting(log: RunLog) -> None:
         noted.append("begun")
         close(log)
         noted.append("ended")
 
-    monkeypatch.setattr(start.RunLog, "close", noting)
+    monkeypatch.setattr(RunLog, "close", noting)
     return noted
 
 

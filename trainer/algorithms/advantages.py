@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agent_loop.records import REWARD_ROUNDING
 from trainer.algorithms.aggregation import RolloutMean
-from trainer.algorithms.part import FunctionPart, NamedPart, Parts, column_of
+from trainer.algorithms.part import MAX_COUNT, FunctionPart, NamedPart, Parts, column_of
 from trainer.algorithms.returns import Returns, group_max, group_size, group_sum
 from trainer.algorithms.turn_values import continuation_advantages
 
@@ -184,7 +184,7 @@ class PassAtK(Judging):
 
     name: Literal["pass_at_k"] = "pass_at_k"
     credits_turns: ClassVar[bool] = False
-    k: int = Field(4, ge=1)
+    k: int = Field(4, ge=1, le=MAX_COUNT)
     """Number of attempts that pass@k considers."""
 
     def estimate(self, returns: Returns) -> Estimate:

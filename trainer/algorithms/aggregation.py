@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.part import NamedPart, Parts
+from trainer.algorithms.part import MAX_COUNT, NamedPart, Parts
 
 
 class Aggregation(NamedPart, ABC):
@@ -49,7 +49,7 @@ class SequenceMeanTokenSum(Aggregation):
     """`1 / (S · max_tokens)`, a constant. Dr.GRPO, arXiv 2503.20783."""
 
     name: Literal["sequence_mean_token_sum_norm"] = "sequence_mean_token_sum_norm"
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=1, le=MAX_COUNT)
     """The constant, in tokens: the maximum length of one generation."""
 
     def weights(self, sequence: Tensor, rollout: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class Algorithm:
                 order = rollouts
             else:
                 order = rollouts[torch.randperm(len(rollouts), generator=generator)]
-            for share in order.tensor_split(self.config.mini_batches):
+            for share in order.tensor_split(min(self.config.mini_batches, max(1, len(order)))):
                 if len(share):
                     yield sequences[torch.isin(owners, share)]
 

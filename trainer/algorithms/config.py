@@ -18,7 +18,7 @@ from trainer.algorithms.advantages import ADVANTAGES, Advantage, Grpo
 from trainer.algorithms.aggregation import AGGREGATIONS, Aggregation, RolloutMean
 from trainer.algorithms.correction import Correction
 from trainer.algorithms.kl import Distillation, Kl
-from trainer.algorithms.part import Part
+from trainer.algorithms.part import MAX_FACTOR, Part
 from trainer.algorithms.policy_losses import LOSSES, Loss, Ppo
 from trainer.algorithms.presets import PRESETS, merge
 from trainer.algorithms.shaping import RewardShaping
@@ -56,7 +56,7 @@ class AlgorithmConfig(Part):
     """Divergence from a reference model; none: no reference is loaded."""
     distillation: Distillation | None = None
     """Distillation from a teacher; none: no teacher is loaded."""
-    entropy_coefficient: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(0.0, ge=0, le=MAX_FACTOR)
     """Weight of the entropy bonus in the loss."""
     critic: CriticConfig | None = None
     """The critic; required by an advantage that uses values (`gae`), and refused with any other."""

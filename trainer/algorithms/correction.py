@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.kl import LOG_RATIO_BOUND, Estimated
-from trainer.algorithms.part import NamedPart, Part, Parts
+from trainer.algorithms.part import MAX_BOUND, NamedPart, Part, Parts
 from trainer.algorithms.policy_losses import sequence_mean
 
 Level = Literal["token", "sequence", "geometric"]
@@ -37,7 +37,7 @@ class Bounded(Weight):
     level: Level = "token"
     """What `w` is: the ratio of the `token`, the product over its `sequence`, or the `geometric`
     mean over its sequence."""
-    upper: float = Field(2.0, ge=1)
+    upper: float = Field(2.0, ge=1, le=MAX_BOUND)
     """c, the largest weight (`truncate`), or the largest `w` that is kept (`mask`)."""
 
 

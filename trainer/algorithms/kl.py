@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.algorithms.part import NamedPart, Part, Parts
+from trainer.algorithms.part import MAX_FACTOR, NamedPart, Part, Parts
 
 LOG_RATIO_BOUND = 20.0
 """Bound on a log-ratio before an exponential, so that no float32 overflows; the same as verl's."""
@@ -93,15 +93,15 @@ class AdaptiveKl(Part):
     """Number of updates over which the coefficient changes by about a fifth at most."""
 
     def adapted(self, coefficient: float, kl: float) -> float:
-        """The coefficient after an update whose mean divergence was `kl`."""
+        """The coefficient after an update whose mean divergence was `kl`, at most MAX_FACTOR."""
         error = max(-0.2, min(0.2, kl / self.target - 1))
-        return coefficient * (1 + error / self.horizon)
+        return min(coefficient * (1 + error / self.horizon), MAX_FACTOR)
 
 
 class Kl(Estimated):
     """Divergence from a frozen reference, in the loss or in the reward."""
 
-    coefficient: float = Field(1e-3, ge=0)
+    coefficient: float = Field(1e-3, ge=0, le=MAX_FACTOR)
     """β, the weight of the divergence."""
     where: Literal["loss", "reward"] = "loss"
     """`loss`: `β KL` is added to the loss of each token. `reward`: `-β KL` of a token is added to
@@ -123,7 +123,7 @@ class Distillation(Estimated):
     serves it, for which `rollout.temperature` must be 1. It must have the policy's tokenizer."""
     concurrency: int = Field(8, ge=1)
     """Number of sequences that a teacher at a URL scores at the same time."""
-    coefficient: float = Field(1.0, gt=0)
+    coefficient: float = Field(1.0, gt=0, le=MAX_FACTOR)
     """Weight of the divergence in the loss."""
     estimator: Annotated[Estimator, ESTIMATORS] = K2()
 

@@ -24,6 +24,14 @@ from proxy.errors import ConfigurationError
 from proxy.settings.plugins import import_path, load_plugin
 from trainer.errors import TrainingError
 
+MAX_FACTOR = 1e3
+"""Largest factor of rewards, and of a term of the loss: a reward at its limit times this still has
+finite gradients in float32."""
+MAX_BOUND = 1e9
+"""Largest bound of ratios, values and rewards, which float32 holds."""
+MAX_COUNT = 2**31 - 1
+"""Largest number of tokens or rollouts."""
+
 
 class Part(BaseModel):
     """The immutable settings of a part. The class of a kind of part adds the formula."""

@@ -19,10 +19,10 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.algorithms.kl import LOG_RATIO_BOUND
-from trainer.algorithms.part import FunctionPart, NamedPart, Parts, column_of
+from trainer.algorithms.part import MAX_BOUND, FunctionPart, NamedPart, Parts, column_of
 
 ClipLow = Annotated[float, Field(ge=0, le=1)]
-ClipHigh = Annotated[float, Field(ge=0)]
+ClipHigh = Annotated[float, Field(ge=0, le=MAX_BOUND)]
 
 
 class PolicyLoss(NamedTuple):
@@ -62,7 +62,7 @@ class Ppo(Clipping):
     """
 
     name: Literal["ppo"] = "ppo"
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(None, gt=1, le=MAX_BOUND)
     """c: for a negative advantage, the loss is at most `c |A|`; 3 in the paper. None: no bound."""
 
     def losses(
@@ -115,9 +115,9 @@ class Sapo(Loss):
     """`−(4 / τ) σ(τ (r − 1)) A`, τ by the sign of A. SAPO, arXiv 2511.20347."""
 
     name: Literal["sapo"] = "sapo"
-    tau_positive: float = Field(1.0, gt=0)
+    tau_positive: float = Field(1.0, ge=1e-3, le=1e3)
     """τ for a positive advantage."""
-    tau_negative: float = Field(1.05, gt=0)
+    tau_negative: float = Field(1.05, ge=1e-3, le=1e3)
     """τ for a negative advantage."""
 
     def losses(

@@ -10,10 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agent_loop.reward_values import REWARD_LIMIT
-from trainer.algorithms.part import Part
-
-MAX_SCALE = 1e3
-"""Largest factor of rewards: a reward at its limit times this still has finite gradients."""
+from trainer.algorithms.part import MAX_BOUND, MAX_COUNT, MAX_FACTOR, Part
 
 
 class Overlong(Part):
@@ -21,11 +18,11 @@ class Overlong(Part):
     equation 13; past Lmax it keeps falling. `len` counts the trained tokens of a rollout.
     """
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=1, le=MAX_COUNT)
     """Lmax, the number of trained tokens of a rollout at which the penalty reaches `factor`."""
-    buffer_tokens: int = Field(ge=1)
+    buffer_tokens: int = Field(ge=1, le=MAX_COUNT)
     """k, the number of tokens below `max_tokens` at which the penalty starts."""
-    factor: float = Field(1.0, ge=0)
+    factor: float = Field(1.0, ge=0, le=MAX_FACTOR)
     """f, the penalty at `max_tokens`."""
 
     def penalty(self, tokens: Tensor) -> Tensor:
@@ -42,11 +39,11 @@ class RewardShaping(Part):
 
     bias: float = Field(0.0, ge=-REWARD_LIMIT, le=REWARD_LIMIT)
     """Constant that is added to the reward of a trial first."""
-    scale: float = Field(1.0, ge=-MAX_SCALE, le=MAX_SCALE)
+    scale: float = Field(1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     """Factor by which the sum of reward and bias is multiplied."""
-    low: float | None = None
+    low: float | None = Field(None, ge=-MAX_BOUND, le=MAX_BOUND)
     """Smallest reward before the overlong penalty; none: no bound."""
-    high: float | None = None
+    high: float | None = Field(None, ge=-MAX_BOUND, le=MAX_BOUND)
     """Largest reward; none: no bound."""
     overlong: Overlong | None = None
     """Penalty for long rollouts; none: no penalty."""

@@ -9,15 +9,15 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from trainer.algorithms.part import Part
+from trainer.algorithms.part import MAX_BOUND, Part
 from trainer.algorithms.policy_losses import PolicyLoss
-from trainer.optimizer_config import OptimizerConfig
+from trainer.optimizer_config import MAX_RATE, MIN_LR, OptimizerConfig
 
 
 class CriticOptimizerConfig(OptimizerConfig):
     """Section `algorithm.critic.optimizer`: the keys of section `optimizer`."""
 
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(1e-5, ge=MIN_LR, le=MAX_RATE)
 
 
 class CriticConfig(Part):
@@ -30,9 +30,9 @@ class CriticConfig(Part):
     """Folder of the checkpoint whose backbone the critic starts from; none: the policy's."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """The critic's own optimizer."""
-    clip: float | None = Field(0.5, gt=0)
+    clip: float | None = Field(0.5, gt=0, le=MAX_BOUND)
     """ε, how far a value may move from its value at the start of the update; none: no bound."""
-    huber_delta: float | None = Field(None, gt=0)
+    huber_delta: float | None = Field(None, gt=0, le=MAX_BOUND)
     """Error above which Huber's loss is linear; none: squared error."""
     warmup_steps: int = Field(0, ge=0)
     """Number of initial steps in which only the critic is trained."""

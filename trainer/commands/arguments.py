@@ -102,7 +102,9 @@ def _collect(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="--out of an eval")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="--out of an eval, or a run"
+    )
 
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
@@ -221,7 +223,7 @@ COMMANDS = {
         "trainer.commands.collect",
     ),
     "compare": CommandLine(
-        "Compares evaluations; differences are paired by task.",
+        "Compares evaluations, or runs by their last ones; differences are paired by task.",
         _compare,
         "trainer.commands.compare",
     ),

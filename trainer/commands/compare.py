@@ -1,4 +1,7 @@
-"""`agentic-train compare DIR DIR …`: evaluations side by side, each compared with the first."""
+"""`agentic-train compare DIR DIR …`: evaluations side by side, each compared with the first.
+
+A run's folder stands for its last evaluation; alone, for its first and its last one.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from agent_loop.producers.trial_list import TrialLine, read_lines
+from proxy.run_files.evidence import RunRecord
 from proxy.run_files.intervals import paired_difference
 from trainer.commands.eval import aligned
 from trainer.commands.runs import reporting
@@ -21,46 +25,56 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _compare(folders: Sequence[Path]) -> int:
-    shares = [_shares(folder) for folder in folders]
+    several = len(folders) > 1
+    found = [each for folder in folders for each in _evaluations(folder)[-1 if several else 0 :]]
+    first = found[0][1]
     rows = [["evaluation", "tasks", "success", "difference [95 %]", "better", "worse"]]
-    for folder, share in zip(folders, shares, strict=True):
+    for name, share in found:
         mean = sum(share.values()) / len(share)
-        difference = paired_difference(shares[0], share)
+        difference = paired_difference(first, share)
         low, high = difference.interval
         compared = [f"{difference.mean:+.3f} [{low:+.3f}, {high:+.3f}]"]
         compared += [str(difference.better), str(difference.worse)]
-        if share is shares[0]:
+        if share is first:
             compared = ["", "", ""]
         elif not difference.tasks:
             compared = ["no task in common", "", ""]
-        rows.append([str(folder), str(len(share)), f"{mean:.3f}", *compared])
+        rows.append([name, str(len(share)), f"{mean:.3f}", *compared])
     print(aligned(rows))
     return 0
 
 
-def _shares(folder: Path) -> dict[str, float]:
-    """Task → the share of its judged trials that succeeded.
+def _evaluations(folder: Path) -> list[tuple[str, dict[str, float]]]:
+    """Name → task → the share of its judged trials that succeeded; two of a run that made several.
 
     Raises:
-        ConfigError: the folder has no judged trial, or those of a run.
+        ConfigError: the folder has no judged trial of an evaluation.
     """
-    judged: dict[str, list[TrialLine]] = {}
-    try:
-        found = read_lines(folder / "trials.jsonl")
-    except (TypeError, ValueError) as error:
+    if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder}: its trials are not those of an evaluation; give the --out of agentic-train"
-            " eval (the evaluations of a training run are in its report)"
-        ) from error
-    for line in found:
-        if line.judged:
-            judged.setdefault("/".join(line.key[:3]), []).append(line)
-    if not judged:
-        raise ConfigError(f"{folder}: has no finished trial; give the --out of agentic-train eval")
+            f"{folder}: no evaluation and no run; give the --out of agentic-train eval"
+        )
     settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    success_at: float = settings["eval"]["success_at"]
-    return {
-        task: sum(line.reward is not None and line.reward >= success_at for line in lines)
-        / len(lines)
-        for task, lines in judged.items()
-    }
+    success_at = float(settings.get("eval", {}).get("success_at", 1.0))
+    try:
+        found = [(str(folder), _shares(read_lines(folder / "trials.jsonl"), success_at))]
+    except (TypeError, ValueError):  # a run's lines have other fields
+        evidence = RunRecord(folder, success_at).read()
+        first, last = evidence.first, evidence.last
+        made = [first] if first is last else [first, last]
+        found = [(f"{folder} ({each.name})", each.shares) for each in made if each is not None]
+    if judged := [each for each in found if each[1]]:
+        return judged
+    raise ConfigError(
+        f"{folder}: has no finished trial on held-out tasks; give the --out of agentic-train eval, "
+        "or a run with data.val_files"
+    )
+
+
+def _shares(lines: Sequence[TrialLine], success_at: float) -> dict[str, float]:
+    judged: dict[str, list[bool]] = {}
+    for line in lines:
+        if line.judged:
+            success = line.reward is not None and line.reward >= success_at
+            judged.setdefault("/".join(line.key[:3]), []).append(success)
+    return {task: sum(each) / len(each) for task, each in judged.items()}

@@ -88,7 +88,10 @@ def _run(command: Command) -> int:
     if name == "report":
         return _report(rest)
     if name not in ("train", "resume"):
-        raise ConfigError(f"{name!r}: expected key=value, resume RUN, status RUN or report RUN")
+        raise ConfigError(
+            f"{name!r}: not a command, nor key=value; `agentic-train --help` lists the commands,"
+            " and `agentic-proxy sessions list --store RUN` a run's sessions"
+        )
     with importing():
         from trainer.start import begin, check_only, resume
 

@@ -1,11 +1,13 @@
 """Attention over packed and prefix-shared sequences, on CPU.
 
 Invariant: a token attends to itself and to the tokens before it on its own path (within the sliding
-window, if the layer has one), and to no others. A `Layout` holds the end of each token's path. The
+window, if the layer has one), to the rest of an image whose tokens see each other, and to no
+others. A `Layout` holds the end of each token's path. The
 layout is cut into runs of tokens that are followed by the same tokens. SDPA's flash kernel is
 called for each block of a run, with a causal mask; for each block and what of the run comes before
 it; and for the run and all tokens that follow it. The results are merged by their log-sum-exps.
-Layers with a sliding window or with soft-capping are computed in blocks of queries instead. On CUDA
+Layers with a sliding window or with soft-capping, and rows with such images, are computed in blocks
+of queries instead. On CUDA
 the same layout becomes a block mask of FlexAttention (`flex.py`).
 
 The row of a piece of a tree has the keys and values of earlier pieces in front
@@ -110,7 +112,7 @@ def attend(
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
-    if mask.window is not None or softcap is not None:
+    if mask.window is not None or softcap is not None or mask.layout.images is not None:
         both = with_past(key, value, past)
         return attend_by_blocks(query, *both, mask, scale, softcap=softcap, sinks=sinks)
     past = [each.to(key.dtype) for each in past]

@@ -2,7 +2,8 @@
 
 Invariant: as in `attention.py`. Each run is cut into blocks of consecutive tokens of a path. A
 block attends to the last tokens before it on its path, as far as its first token's window reaches,
-and to itself. With a window `W`, `T` tokens cost `T · 2W` products and not `T²`.
+and to itself. It cuts no image whose tokens see each other. With a window `W`, `T` tokens cost
+`T · 2W` products and not `T²`.
 
 Shapes: `T` tokens of a micro-batch, `P` tokens of earlier pieces in front, `H` query heads, `G`
 heads of keys and values, `D` head size, `B` queries of a block, `K` keys that a block attends to.
@@ -111,11 +112,25 @@ def _blocks(layout: Layout, window: int | None) -> Iterator[Block]:
         if end <= past:
             continue
         before = layout.path(number)
-        for start in range(first, end, size):
-            stop = min(start + size, end)
+        start = first
+        while start < end:
+            stop = _without_cut(layout.images, min(start + size, end))
             keys = torch.cat([before, torch.arange(first, stop)])
             if window is not None:
                 keys = keys[-(stop - start + window - 1) :]
             distance = depths[start:stop, None] - depths[None, keys]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            if layout.images is not None:
+                own = layout.images[start:stop, None]
+                hidden &= (own < 0) | (own != layout.images[None, keys])
             yield Block(start - past, stop - past, keys, hidden)
+            start = stop
+
+
+def _without_cut(images: Tensor | None, stop: int) -> int:
+    """The end of the image in which a block would end, or `stop`."""
+    if images is None or stop == len(images) or images[stop] < 0:
+        return stop
+    while stop < len(images) and images[stop] == images[stop - 1]:
+        stop += 1
+    return stop

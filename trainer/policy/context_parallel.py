@@ -61,6 +61,7 @@ class ContextRanks:
                 micro.layout.longest,
                 micro.layout.segments,
                 micro.layout.piece,
+                images=micro.layout.images,
                 ranks=self,
             ),
             targets=micro.targets,

@@ -84,7 +84,10 @@ def _filled(layout: Layout) -> Layout:
     ends = layout.ends
     count = SHORTEST - layout.tokens
     more = torch.full((count,), len(ends) + count, dtype=ends.dtype, device=ends.device)
-    return Layout(torch.cat([ends, more]), layout.longest, layout.segments)
+    images = layout.images
+    if images is not None:
+        images = torch.cat([images, torch.full_like(more, -1)])
+    return Layout(torch.cat([ends, more]), layout.longest, layout.segments, images=images)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ Shapes: `T` tokens of a row, `L` of a sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,8 +45,13 @@ class ImageReader(Protocol):
         """Whether the tower is trained."""
         ...
 
+    @property
+    def whole_images(self) -> bool:
+        """Whether the tokens of an image see each other."""
+        ...
+
     def positions(self, tokens: int, images: Sequence[ImageSpan]) -> Counts:
-        """The model's own positions of a sequence, `[3, L]`."""
+        """The model's own positions of a sequence, `[3, L]` or `[L]`."""
         ...
 
     def read(self, batch: Batch) -> None:
@@ -88,6 +94,19 @@ def positions_of(model: Any) -> Positions:
     """How the positions of the model's sequences are counted."""
     reader = reader_of(model)
     return counted if reader is None else reader.positions
+
+
+def with_masks(model: Any, micros: list[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches with the model's own mask of their images."""
+    reader = reader_of(model)
+    if reader is None or not reader.whole_images:
+        return micros
+    return [
+        micro
+        if micro.images is None
+        else replace(micro, layout=replace(micro.layout, images=micro.images.row(len(micro.ids))))
+        for micro in micros
+    ]
 
 
 def check_batch(model: Any, batch: Batch) -> None:

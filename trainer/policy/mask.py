@@ -1,7 +1,7 @@
 """The mask of an attention layer over a packed row.
 
 Invariant: token `q` sees token `k` exactly if `k` is `q` or before it on its path, and fewer than
-`window` tokens before it.
+`window` tokens before it, or if both are of one image whose tokens see each other.
 
 Shapes: `T` tokens of a micro-batch, `P` tokens of earlier pieces in front, `N` blocks of `BLOCK`
 queries, `M` blocks of as many keys.
@@ -45,10 +45,16 @@ def block_mask(layout: Layout, window: int | None) -> BlockMask:
     # waited for
     front = torch.full((), past, device=ends.device)
 
+    images = layout.images
+
     def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         at = q + front
         seen = (k <= at) & (at < ends[k])
-        return seen if window is None else seen & (depths[at] - depths[k] < window)
+        if window is not None:
+            seen = seen & (depths[at] - depths[k] < window)
+        if images is None:
+            return seen
+        return seen | ((images[at] >= 0) & (images[at] == images[k]))
 
     first_q, last_q = _bounds(layout.tokens, ends.device)
     first_k, last_k = _bounds(len(ends), ends.device)
@@ -63,6 +69,10 @@ def block_mask(layout: Layout, window: int | None) -> BlockMask:
         low, high = _of_blocks(own, "amin"), _of_blocks(own, "amax")
         some &= near | (low[:, None] - _of_blocks(depths, "amax")[None, :] < window)
         full &= high[:, None] - _of_blocks(depths, "amin")[None, :] < window
+    if images is not None:  # numbered in the order of the row, which is no piece of a tree
+        last = _of_blocks(images, "amax")
+        first = _of_blocks(torch.where(images < 0, len(images), images), "amin")
+        some |= (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
     # The last block may hold fewer tokens; FlexAttention tests bounds only in mixed blocks.
     full[:, -1] = full[-1] = False
     return BlockMask.from_kv_blocks(

@@ -93,6 +93,9 @@ def load_model(
     if lora is not None:
         model = _add_lora(lora, model) if adapters is None else adapters.complete(model)
         check_adapter(model, merged=lora.update == "merged")
+    reader = reader_of(model)
+    if reader is not None and reader.whole_images:
+        problem = problem or "the tokens of an image see each other"
     model.pieces_problem = problem
     if not trainable:
         model.requires_grad_(False)
@@ -165,8 +168,9 @@ def _tower_modules(model: Any) -> str | None:
     reader = reader_of(model)
     if reader is None:
         return None
-    name = next(name for name, module in model.named_modules() if module is reader.tower)
-    return rf"{re.escape(name)}\..*"
+    parts = {reader.tower, *reader.tower.children()}
+    names = [re.escape(name) for name, module in model.named_modules() if module in parts]
+    return rf"({'|'.join(names)})\..*"
 
 
 def _check_targets(model: Any, lora: LoraSettings) -> None:

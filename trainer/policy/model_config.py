@@ -32,7 +32,7 @@ class LoraSettings(BaseModel):
 
     rank: Common[int] = Field(16, ge=1)
     """Rank of the adapters' two matrices."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(32.0, gt=0, le=1e6)
     """Scale of the adapters: their product is multiplied by `alpha / rank`."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the layers that get an adapter; `all-linear`: all linear layers except the output
@@ -96,7 +96,7 @@ class ModelConfig(BaseModel):
     it when it sampled or read it, weighted by its own router (R3, arXiv 2510.11370), which
     removes the differences of the two routers. The engines and sessions of the run then record
     them (docs/models.md)."""
-    router_aux_loss: float = Field(0.0, ge=0)
+    router_aux_loss: float = Field(0.0, ge=0, le=1e3)
     """Mixture of experts: factor of the auxiliary loss that balances the load of the experts
     (`router_aux_loss_coef` of `config.json`, often 0.001). It is computed by transformers'
     own function over all tokens of a micro-batch, also those of prompts. 0: no such loss."""

@@ -160,6 +160,24 @@ class Ranks:
         total /= self.parallelism.together
         return dict(zip(names, total.tolist(), strict=True))
 
+    def average_gradients(self, whole: nn.Module) -> None:
+        """Replaces each gradient of a part that every rank keeps whole by its mean over all ranks,
+        as FSDP2 does with the weights that it shards. All ranks call this together.
+
+        A rank without a gradient of a weight (its rows have no image) counts as 0; a weight of
+        which no rank has one keeps none, so that the optimizer leaves it out as on one rank.
+        """
+        if self.mesh is None:
+            return
+        weights = [each for each in whole.parameters() if each.requires_grad]
+        having = self.sum(torch.tensor([float(each.grad is not None) for each in weights]))
+        for weight, ranks in zip(weights, having.tolist(), strict=True):
+            if not ranks:
+                continue
+            own = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            exact = own.to(torch.promote_types(own.dtype, torch.float32))
+            weight.grad = (self.sum(exact) / self.size).to(weight.dtype)
+
     def placing(self, compute_dtype: torch.dtype) -> Callable[[nn.Module], None] | None:
         """Shards one layer with FSDP2, as `shard` does; None for a single process."""
         return None if self.mesh is None else partial(self._shard, compute_dtype=compute_dtype)
@@ -172,7 +190,8 @@ class Ranks:
         whole: nn.Module | None = None,
     ) -> None:
         """Applies FSDP2 to `root`; each of its `blocks`, if it is not sharded already, is gathered
-        only while it computes. `whole`: a part that is not trained, which each rank keeps whole."""
+        only while it computes. `whole`: a part that each rank keeps whole; if it is trained,
+        `average_gradients` completes its gradients."""
         if self.mesh is None:
             return
         for block in blocks:

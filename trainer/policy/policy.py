@@ -30,7 +30,7 @@ from trainer.policy.adapter import adapter_tensors, share_frozen_weights
 from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.export import check_names, checkpoint_shapes, checkpoint_tensors
 from trainer.policy.flops import multiplied_weights
-from trainer.policy.image_reader import check_batch, positions_of, reader_of
+from trainer.policy.image_reader import check_batch, positions_of, reader_of, with_masks
 from trainer.policy.late_metrics import LateMetrics
 from trainer.policy.model import blocks, context_tokens, load_model, pieces_problem, vocabulary
 from trainer.policy.model_config import DTYPES, ModelConfig
@@ -97,7 +97,12 @@ class Policy:
         self.ranks.shard(self.scorer, blocks(self.model), self.scorer.compute_dtype, tower)
         if fused:
             compile_layers(blocks(self.model))
-        self._stepper = Stepper(self.scorer, optimizer, total_steps) if optimizer else None
+        tower_trained = reader is not None and reader.trained
+        self._stepper = (
+            Stepper(self.scorer, optimizer, total_steps, saves_names=tower_trained)
+            if optimizer
+            else None
+        )
 
     @property
     def stepper(self) -> Stepper:
@@ -250,6 +255,7 @@ class Policy:
         if reader is None or not reader.trained:
             return self.stepper.step(late)
         reader.backward()
+        self.ranks.average_gradients(reader.tower)
         metrics = self.stepper.step(late)
         reader.forget()
         return metrics
@@ -314,7 +320,9 @@ def pack_for(
         divided = _divided(model, config, Ranks(), batch, sequences, in_pieces)
     if (reader := reader_of(model)) is not None:
         reader.read(batch)
-    return lay_out(batch, divided, prefix_bytes=config.prefix_bytes, positions=positions_of(model))
+    positions = positions_of(model)
+    laid = lay_out(batch, divided, prefix_bytes=config.prefix_bytes, positions=positions)
+    return with_masks(model, laid)
 
 
 def parts_for(

@@ -20,11 +20,17 @@ from trainer.errors import ConfigError
 
 _QWEN = "trainer.extras.images.qwen:QwenReader"
 READERS: Mapping[str, str] = MappingProxyType(
-    {"qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN}
+    {
+        "qwen3_vl": _QWEN,
+        "qwen3_vl_moe": _QWEN,
+        "qwen3_5": _QWEN,
+        "qwen3_5_moe": _QWEN,
+        "gemma3": "trainer.extras.images.gemma:GemmaReader",
+    }
 )
 """`model_type` → the reader of its images (`module:name`)."""
-_WHOLE_IMAGES = ("gemma3", "gemma4", "paligemma")
-"""Models in which the tokens of an image see each other, which attention over rows cannot do."""
+_WHOLE_IMAGES = ("gemma4",)
+"""Models in which the tokens of an image see each other, otherwise than Gemma 3's."""
 
 
 def check_reads(settings: Any, path: Path) -> None:
@@ -33,7 +39,7 @@ def check_reads(settings: Any, path: Path) -> None:
         return
     reason = "its images are not known to the trainer"
     if settings.model_type in _WHOLE_IMAGES:
-        reason = "the tokens of an image see each other in it, which packed rows do not compute"
+        reason = "the tokens of an image see each other in it, which rows compute of gemma3 alone"
     elif getattr(settings, "vision_config", None) is None:
         reason = "it reads no images"
     raise ConfigError(
@@ -64,9 +70,14 @@ def text_model(text: Any, **arguments: Any) -> Any:
 
 
 def tower_of(settings: Any) -> nn.Module:
-    """The tower of a model that reads images, with random weights."""
+    """The tower of a model that reads images, with random weights; of Gemma 3 with the projector,
+    which Qwen's towers have in them."""
     tower: nn.Module = transformers.AutoModel.from_config(copy.deepcopy(settings.vision_config))
-    return tower
+    if settings.model_type != "gemma3":
+        return tower
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+
+    return nn.ModuleList([tower, Gemma3MultiModalProjector(settings)])
 
 
 def drop_tower(model: Any) -> None:

@@ -54,6 +54,13 @@ class RowImages:
         own = torch.as_tensor(tokens), torch.as_tensor(index), torch.as_tensor(part[tokens])
         return cls(*own, named)
 
+    def row(self, tokens: int) -> Tensor:
+        """`[T]` int64: which image of the row each of its `tokens` is of, from 0 on, an image that
+        stands there twice counting twice; -1 for text. The row must have whole images."""
+        out = torch.full((tokens,), -1)
+        out[self.tokens] = (self.part == 0).cumsum(0) - 1
+        return out
+
     def within(self, start: int, stop: int) -> Self | None:
         """Those of the tokens from `start` to before `stop`, as tokens of a row of these."""
         own = ((self.tokens >= start) & (self.tokens < stop)).nonzero()[:, 0]

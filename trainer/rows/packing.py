@@ -52,7 +52,8 @@ class Layout:
     """
 
     ends: Tensor
-    """`[P + T]` int64: token `i` attends to token `j` exactly if `j <= i < ends[j]`."""
+    """`[P + T]` int64: token `i` attends to token `j` exactly if `j <= i < ends[j]`, or if both are
+    of one of the `images`."""
     longest: int
     """Number of tokens of the longest path."""
     segments: tuple[int, ...] = ()
@@ -61,6 +62,9 @@ class Layout:
     """What the passes over the tree hand on; None: the row is a whole tree."""
     borders: tuple[int, ...] = ()
     """Where a run ends even if the next has the same `ends`, besides at the end of a segment."""
+    images: Tensor | None = None
+    """`[P + T]` int64: the image of each token, whose tokens also see the later ones of it, and -1
+    for text. None: no token sees a later one."""
 
     @functools.cached_property
     def past(self) -> int:
@@ -75,7 +79,8 @@ class Layout:
     def to(self, device: torch.device) -> Self:
         """The same layout with its tensors on that device."""
         piece = None if self.piece is None else self.piece.to(device)
-        moved = replace(self, ends=sent(self.ends, device), piece=piece)
+        images = None if self.images is None else sent(self.images, device)
+        moved = replace(self, ends=sent(self.ends, device), piece=piece, images=images)
         if device != self.ends.device:  # derived here, because a GPU would be waited for
             moved.__dict__.update(runs=self.runs, parent_runs=self.parent_runs)
         return moved

@@ -3,7 +3,7 @@
 Invariants:
 - A value overrides the values of the sources after it in that order, and every error names the key,
   its value, its source and what to do. The error for another trainer's key names the key to use
-  here, so that the messages are enough to translate a configuration of verl, AReaL or AgentJet.
+  here, so that the messages are enough to translate a configuration of another system.
 - A key's text is the docstring below its field, and its bounds are the bounds that are checked, so
   that the documentation of a key cannot differ from the code.
 """
@@ -183,15 +183,7 @@ def _name_of(model: type[BaseModel]) -> str:
 SUCCESSORS: Mapping[str, str] = {
     "actor.path": "model.path",
     "actor.optimizer.lr": "optimizer.lr",
-    "actor_rollout_ref.actor.clip_ratio": "algorithm.loss.clip_low and algorithm.loss.clip_high",
-    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
-    "actor_rollout_ref.model.path": "model.path",
-    "actor_rollout_ref.rollout.n": "rollout.group_size",
-    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "ajet.model.path": "model.path",
-    "algorithm.gamma": "algorithm.advantage.gamma",
-    "algorithm.kl_ctrl.kl_coef": "algorithm.kl.coefficient",
-    "algorithm.lam": "algorithm.advantage.lam",
     "gconfig.temperature": "rollout.temperature",
     "data.harbor_ability": "data.harbor.ability",
     "data.harbor_cache_dir": "data.harbor.cache_dir",
@@ -246,12 +238,10 @@ SUCCESSORS: Mapping[str, str] = {
     "sft.max_reward": "sft.where",
     "train_dataset.batch_size": "rollout.groups_per_step",
     "train_dataset.path": "data.train_files",
-    "trainer.default_local_dir": "trainer.run_dir",
     "trainer.dir": "trainer.run_dir",
-    "trainer.project_name": "logging.wandb_project",
     "valid_dataset.path": "data.val_files",
 }
-"""A whole key elsewhere → the key here."""
+"""A whole key of before, or elsewhere (with those of `ELSEWHERE`) → the key here."""
 
 SUCCESSORS_BY_LAST_NAME: Mapping[str, str] = {
     "adv_estimator": "algorithm.advantage.name",
@@ -305,7 +295,10 @@ def successor(key: str) -> str | None:
         return here and here.replace("remote_agent.", one[0])
     parts = key.split(".")
     sections = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    whole = next((SUCCESSORS[each] for each in sections if each in SUCCESSORS), None)
+    from trainer.settings.elsewhere import ELSEWHERE  # a run with right keys needs none of them
+
+    known = {**ELSEWHERE, **SUCCESSORS}
+    whole = next((known[each] for each in sections if each in known), None)
     return whole or SUCCESSORS_BY_LAST_NAME.get(parts[-1])
 
 

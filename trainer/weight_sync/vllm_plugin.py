@@ -1,8 +1,8 @@
 """Prepares every vLLM process for the trainer (entry point `vllm.general_plugins`): registers the
 weight-transfer backends `shm` and `gloo`, corrects how errors of several workers are read, makes
 workers report in which types they hold weights, loads OLMo Hybrid, names shared memory after the
-server's folder (so that it is removed with it), and makes a vLLM on CPU return routed experts and
-prefill the prompts of seeded requests in parts.
+server's folder (so that it is removed with it), and makes a vLLM on CPU return routed experts,
+prefill the prompts of seeded requests in parts, and compute images whose tokens see each other.
 
 With it, `--weight-transfer-config '{"backend": "shm"}'` makes a server take its weights from the
 trainer's shared memory. Importing this module costs nothing: an engine is loaded when it is used.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from proxy.machine.swept_folder import LOCK, memory_prefix
 from proxy.settings.late_section import load_extra
-from trainer.weight_sync import cpu_seeds, cpu_without_images, vllm_responses
+from trainer.weight_sync import cpu_image_mask, cpu_seeds, cpu_without_images, vllm_responses
 
 
 def register() -> None:
@@ -31,6 +31,7 @@ def register() -> None:
     load_extra("trainer.extras.experts.cpu_routed_experts:install")()
     cpu_without_images.install()
     cpu_seeds.install()
+    cpu_image_mask.install()
 
 
 def register_models() -> None:

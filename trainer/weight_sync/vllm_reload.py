@@ -37,6 +37,7 @@ _COPIED = {
 
 _SAVED_BUFFERS = ("layer_scalar",)
 """Ends of the names of buffers of vLLM's classes that checkpoints hold: of Gemma 4's layers."""
+_HEAD = ".lm_head.weight"
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
@@ -94,17 +95,21 @@ class Reload:
             _repack_embeddings(self._model)
 
     def _expected(self) -> set[str]:
-        """Names of the weights that the trainer sends: those of the language model, without
-        vision or audio towers, and its saved buffers."""
+        """Names of the weights that the trainer sends: those of the language model and its saved
+        buffers; with any weight of a tower (vision, audio), all of the towers."""
         model = self._model
         part = getattr(model, "get_language_model", lambda: model)()
         sent = {id(parameter) for parameter in part.parameters()}
+        others = (name for name, each in model.named_parameters() if id(each) not in sent)
+        towers = {name for name in others if not f".{name}".endswith(_HEAD)}
         sent |= {id(each) for name, each in part.named_buffers() if name.endswith(_SAVED_BUFFERS)}
         named = chain(model.named_parameters(), model.named_buffers())
         names = {name for name, each in named if id(each) in sent}
+        if not towers.isdisjoint(self._loaded):
+            names |= towers
         settings = (self._config.hf_config, self._config.hf_text_config)
         if any(getattr(each, "tie_word_embeddings", False) for each in settings):
-            return {name for name in names if not f".{name}".endswith(".lm_head.weight")}
+            return {name for name in names if not f".{name}".endswith(_HEAD)}
         return names
 
     def _partly_loaded(self) -> list[str]:

@@ -37,7 +37,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     add_tags(parser, "only sessions with this entry in their metadata")
     parser.add_argument(
-        "--reward", metavar="KEY", help="the reward to use (default: the sum of the trial's)"
+        "--reward", metavar="KEY", help="the reward to use (default: that of the trial)"
     )
     parser.add_argument("--min-reward", type=float, metavar="X", help="only rewards of at least X")
     parser.add_argument("--max-reward", type=float, metavar="X", help="only rewards of at most X")

@@ -31,7 +31,7 @@ async def export_sessions(arguments: Namespace) -> int:
             if await store.get_session(session_id) is None:
                 raise ConfigurationError(
                     f"session {session_id!r} is not in this store; `agentic-proxy sessions list`"
-                    " prints all ids"
+                    " lists them"
                 )
         form = open_format("tokens" if arguments.format == RECORDS else arguments.format)
         selection = ExportSelection(store, filters, form)

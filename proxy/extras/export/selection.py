@@ -18,6 +18,7 @@ from proxy.extras.export.protocol import Sample, TakesSessions
 from proxy.records import RuleAction, Session, SessionKind, Turn, TurnStatus
 from proxy.store.protocol import SessionFilter
 
+NO_REWARD = "sessions without a reward (give one: agentic-proxy sessions rate ID up)"
 PAGE = 100
 """Sessions read from the store at a time."""
 
@@ -44,7 +45,7 @@ class Filters:
     tags: Mapping[str, str] = field(default_factory=dict)
     """Entries that the session's metadata must have."""
     reward_key: str | None = None
-    """The reward of a session is the one with this key; None: the sum of those of the trial."""
+    """The reward of a session is the one with this key; None: `Session.reward`."""
     min_reward: float = -math.inf
     max_reward: float = math.inf
     predicate: Predicate | None = None
@@ -55,13 +56,9 @@ class Filters:
 
     def reward(self, session: Session) -> float | None:
         """The session's reward; None if it has none. It is 0 if a search rule says so."""
-        if session.marked(RuleAction.ZERO_REWARD) is not None:
-            return 0.0
-        found = [
-            reward.value
-            for reward in session.rewards
-            if (reward.turn is None if self.reward_key is None else reward.key == self.reward_key)
-        ]
+        if self.reward_key is None or session.marked(RuleAction.ZERO_REWARD) is not None:
+            return session.reward
+        found = [reward.value for reward in session.rewards if reward.key == self.reward_key]
         return sum(found) if found else None
 
 
@@ -125,7 +122,7 @@ class ExportSelection:
                 self.left_out["sessions of kind eval (export them with --kind eval)"] += 1
                 continue
             if reward is None and (form.needs_reward or filters.on_reward):
-                self.left_out["sessions without a reward"] += 1
+                self.left_out[NO_REWARD] += 1
                 continue
             if reward is not None and not filters.min_reward <= reward <= filters.max_reward:
                 continue

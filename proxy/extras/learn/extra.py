@@ -33,6 +33,8 @@ from proxy.http.openapi import Schema
 from proxy.http.route import Route, Who, route, routes_of
 from proxy.http.server import api_key, read_body
 from proxy.keys import KeyFile, kept_key
+from proxy.machine.file_lock import is_locked
+from proxy.person_keys import EVERYTHING, PERSON, SCOPE
 from proxy.records import ServedPolicy, Session, SessionKind, SessionStatus
 from proxy.records.binary import CONTENT_TYPE, encode_record
 from proxy.store import curation
@@ -40,6 +42,8 @@ from proxy.store.protocol import SessionFilter
 
 LEARNED = "learned"
 """The entry of a session's metadata with what the learner has decided, and why."""
+LOCK = "run.lock"
+"""The file in a learner's folder that its process locks."""
 PAGE = 200
 STOP_GRACE_S = 30.0
 """Seconds in which a learner ends its update."""
@@ -110,6 +114,10 @@ class Learning(Extra):
             self._keys[name] = KeyFile(recorder.key_file)
         for file in self._start:
             self._learners.append(await _started(file))
+
+    def state(self) -> Mapping[str, Any]:
+        """Asked once per second and reader of the page."""
+        return {"learners": [self._learner(each) for each in self._recorders.values()]}
 
     async def close(self) -> None:
         for learner in self._learners:
@@ -206,6 +214,7 @@ class Learning(Extra):
         _OF + "/order",
         name="learn_order",
         summary="Promotes a canary, rolls it back, or freezes the policy",
+        own=True,
         takes=Order,
         refusals=(400, 404, 409),
     )
@@ -227,6 +236,7 @@ class Learning(Extra):
         _OF + "/state",
         name="learn_show",
         summary="Adapters of a policy",
+        own=True,
         refusals=(404,),
     )
     async def _show(self, request: web.Request) -> web.Response:
@@ -234,7 +244,8 @@ class Learning(Extra):
 
     def _recorder(self, request: web.Request) -> Recorder:
         name = request.match_info["policy"]
-        if (found := self._recorders.get(name)) is None:
+        found, scope = self._recorders.get(name), request.get(SCOPE, EVERYTHING)
+        if found is None or (scope.person and found.only.get(PERSON) != scope.person):
             raise RequestError(f"policy {name!r}: no learner has it", status=404, param="policy")
         return found
 
@@ -270,6 +281,23 @@ class Learning(Extra):
         if session is None or self._of(session.metadata) is not recorder:
             raise SessionError(f"session {named!r} is not one that opted in", status=404)
         return session
+
+    def _learner(self, recorder: Recorder) -> dict[str, Any]:
+        """As `proxy.extras.view.answers.LearnerJson`."""
+        shown = asdict(self._assignments[recorder.policy])
+        try:
+            written = recorder.journal_file.stat()
+        except FileNotFoundError:
+            written = None
+        return {
+            "policy": recorder.policy,
+            "person": recorder.only.get(PERSON, ""),
+            "folder": str(recorder.folder.absolute()),
+            "running": is_locked(recorder.folder / LOCK),
+            **{name: shown[name] for name in ("stable", "canary", "share", "frozen", "order")},
+            "journal": [written.st_ino, written.st_size] if written else [0, 0],
+            "journal_at": written.st_mtime if written else None,
+        }
 
     async def _set(self, recorder: Recorder, after: Assignment) -> None:
         """Writes it before anything is served by it: this one, or one that came after it."""

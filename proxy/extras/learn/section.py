@@ -17,6 +17,7 @@ from proxy.settings.yaml_file import read_yaml
 TARGET = "proxy.extras.learn.extra:LearnSection"
 KEY_FILE = "learner.key"
 ASSIGNMENT_FILE = "assignment.json"
+JOURNAL_FILE = "journal.jsonl"
 
 
 class Recorder(Section):
@@ -41,6 +42,11 @@ class Recorder(Section):
     @property
     def assignment_file(self) -> Path:
         return self.folder / ASSIGNMENT_FILE
+
+    @property
+    def journal_file(self) -> Path:
+        """What the learner has decided."""
+        return self.folder / JOURNAL_FILE
 
 
 def read_recorder(path: Path) -> Recorder:

@@ -14,9 +14,9 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator, wi
 from typing_extensions import TypedDict
 
 from proxy.errors import RequestError
-from proxy.extras.rules.terms import SearchTerms
 from proxy.http.valid_json import CLOSED
 from proxy.records import ForkCause, RuleAction
+from proxy.search.terms import SearchTerms
 from proxy.settings.section import Common, Section
 from proxy.store.browser import Browser, SavedRule
 

@@ -23,11 +23,11 @@ from typing_extensions import TypedDict
 
 from proxy.errors import RequestError, StoreError
 from proxy.extras.rules.rules import ActiveRule, RuleConfig, saved_rules
-from proxy.extras.rules.terms import MatchingTime
 from proxy.http.valid_json import CLOSED, valid_text
 from proxy.machine.secrecy import without_credentials
 from proxy.metrics import Metrics
 from proxy.records import Mark, RuleAction, Turn, TurnStatus
+from proxy.search.terms import MatchingTime
 from proxy.store.browser import WrittenTurn
 from proxy.store.protocol import Store
 

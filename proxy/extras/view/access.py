@@ -1,11 +1,12 @@
-"""Who may read the page: a link that works once, keys that can be revoked, and the admin key.
+"""Who may read the page: a link that works once, keys that can be revoked, the admin key, and keys
+of people, who see their own sessions.
 
 Each of these secrets is exchanged for a cookie of one browser. Invariant: the store has digests
-only; a key that is revoked, and an admin key that is removed, ends its cookies at once, in every
-process; no secret is part of a URL's path or query, so that no log and no `Referer` has it (links
-carry it after `#`, which browsers keep).
+only; a key that is revoked, and an admin key or a person's that is removed, ends its cookies at
+once, in every process; no secret is part of a URL's path or query, so that no log and no `Referer`
+has it (links carry it after `#`, which browsers keep).
 
-A cookie from an admin key is stored as a digest of both. The digest of the key alone could be
+A cookie from such a key is stored as a digest of both. The digest of the key alone could be
 searched for a key that somebody chose.
 """
 
@@ -18,6 +19,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from aiohttp import web
 from proxy.admin_key import AdminKeys
 from proxy.errors import ConfigurationError
 from proxy.http.server import api_key
+from proxy.person_keys import PersonKeys, Scope
 from proxy.store.browser import Browser, Grant, GrantKind
 
 LINK_S = 600.0
@@ -42,15 +45,32 @@ _NAME = re.compile(r"[\w.@+-]{1,80}")
 _SECRET_BYTES = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads the page. Example: Reader(Scope("ann"), edits=True)"""
+
+    scope: Scope
+    edits: bool
+    """Whether the reader may change the sessions of the scope: the administrator, a person, or
+    somebody who asked for it with `view --edit`. Another link only reads: it is printed, and what
+    is printed is often kept."""
+
+
 class Access:
     """Exchanges secrets for cookies and checks these."""
 
     def __init__(
-        self, browser: Callable[[], Browser], admin_keys: AdminKeys, *, secure: bool
+        self,
+        browser: Callable[[], Browser],
+        admin_keys: AdminKeys,
+        people: PersonKeys | None = None,
+        *,
+        secure: bool,
     ) -> None:
         """`secure`: browsers reach the page by https only."""
         self._browser = browser
         self._admin_keys = admin_keys
+        self._people = PersonKeys({}) if people is None else people
         self._secure = secure
 
     async def log_in(self, secret: str) -> str | None:
@@ -58,6 +78,9 @@ class Access:
         if self._admin_keys.accepts(secret):
             key = secret.encode()
             return await _grant(self._browser(), GrantKind.COOKIE, ADMIN_NAME, COOKIE_S, key)
+        if person := self._people.person_of(secret):
+            own = Scope(person).prefix
+            return await _grant(self._browser(), GrantKind.COOKIE, own, COOKIE_S, secret.encode())
         name = await self._name_of(secret)
         if name is None:
             return None
@@ -65,28 +88,27 @@ class Access:
 
     async def log_out(self, request: web.Request) -> None:
         cookie = request.cookies.get(_cookie_name(request), "")
-        for key in self._origins():
+        for _, key in self._origins():
             await self._browser().take_grant(_digest(cookie, key))
 
-    async def allows(self, request: web.Request) -> bool:
-        """Whether the request has a valid cookie, or a key in its headers (for programs)."""
-        return await self._reader(request) is not None
-
-    async def may_save(self, request: web.Request) -> bool:
-        """Whether it is the administrator's, by the admin key, or of somebody who asked for it with
-        `view --edit`. Another link only reads: it is printed, and what is printed is often kept."""
-        return await self._reader(request) in (ADMIN_NAME, EDIT_NAME)
-
-    async def _reader(self, request: web.Request) -> str | None:
-        """The name of the grant by which the request may read; None: it may not."""
+    async def reader(self, request: web.Request) -> Reader | None:
+        """Who has the request's valid cookie, or the key in its headers (for programs); None: it
+        may not read."""
         cookie = request.cookies.get(_cookie_name(request))
-        if cookie is not None and (name := await self._cookie_of(cookie)):
-            return name
-        key = api_key(request.headers)
-        if key is None:
+        name = None if cookie is None else await self._cookie_of(cookie)
+        if name is None and (key := api_key(request.headers)) is not None:
+            name = await self._key_of(key)
+        if name is None:
             return None
+        person = name.removesuffix("/") if name.endswith("/") else ""
+        return Reader(Scope(person), edits=bool(person) or name in (ADMIN_NAME, EDIT_NAME))
+
+    async def _key_of(self, key: str) -> str | None:
+        """The name of the grant that the key stands for."""
         if self._admin_keys.accepts(key):
             return ADMIN_NAME
+        if person := self._people.person_of(key):
+            return Scope(person).prefix
         found = await self._found(key, GrantKind.KEY)
         return None if found is None else found.name
 
@@ -108,15 +130,18 @@ class Access:
 
     async def _cookie_of(self, cookie: str) -> str | None:
         """The name of the grant from which a valid cookie comes; None: it is not valid."""
-        for key in self._origins():
+        for name, key in self._origins():
             found = await self._found(cookie, GrantKind.COOKIE, key)
-            if found is not None and (found.name == ADMIN_NAME) == bool(key):
+            if found is not None and found.name == (name or _of_nobody(found.name)):
                 return found.name
         return None
 
-    def _origins(self) -> list[bytes]:
-        """The admin keys from which a cookie may come; empty for a cookie from a link or a key."""
-        return [b"", *self._admin_keys.current()]
+    def _origins(self) -> list[tuple[str, bytes]]:
+        """`(name of the grant, key)` of the keys from which a cookie may come; both are empty for a
+        cookie from a link or a key of `view-key`."""
+        admin = [(ADMIN_NAME, key) for key in self._admin_keys.current()]
+        people = [(Scope(person).prefix, key) for person, key in self._people.current()]
+        return [("", b""), *admin, *people]
 
     async def _found(self, secret: str, kind: GrantKind, admin_key: bytes = b"") -> Grant | None:
         found = await self._browser().find_grant(_digest(secret, admin_key))
@@ -182,6 +207,11 @@ def _digest(secret: str, admin_key: bytes = b"") -> bytes:
     """`admin_key` is the one that a cookie comes from."""
     given = secret.encode(errors="surrogatepass")
     return hmac.digest(admin_key, given, "sha256") if admin_key else sha256(given).digest()
+
+
+def _of_nobody(name: str) -> str:
+    """The name, if no cookie from an admin key or a person's has it; else empty."""
+    return "" if name == ADMIN_NAME or name.endswith("/") else name
 
 
 def _is_over(grant: Grant) -> bool:

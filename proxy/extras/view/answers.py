@@ -13,12 +13,12 @@ from typing_extensions import TypedDict  # pydantic has no schema for Python 3.1
 
 from proxy.engines.protocol import EngineInfo
 from proxy.extras.rules.rules import RuleJson
-from proxy.extras.rules.terms import HitJson
 from proxy.extras.rules.watch import RuleFault
 from proxy.extras.view.run_answers import RunStamps
 from proxy.http.valid_json import CLOSED, OPEN
 from proxy.records import FinishReason, ForkCause, SessionKind, SessionStatus, TurnStatus
 from proxy.records.binary import MarkFields, RewardFields
+from proxy.search.terms import HitJson
 
 
 @with_config(CLOSED)
@@ -45,6 +45,14 @@ class RatingJson(TypedDict):
 
 
 @with_config(CLOSED)
+class RefusalJson(TypedDict):
+    """A call that was answered with an error."""
+
+    status: int
+    message: str
+
+
+@with_config(CLOSED)
 class SessionJson(TypedDict):
     """A session with numbers about its turns. Times are in Unix seconds."""
 
@@ -57,7 +65,7 @@ class SessionJson(TypedDict):
     metadata: dict[str, Any]
     origin: BranchPoint | None
     reward: float | None
-    """The sum of the session's own rewards; 0 if a rule zeroed it."""
+    """`Session.reward`."""
     marks: list[MarkFields]
     rewards: list[RewardFields]
     turns: int
@@ -70,6 +78,8 @@ class SessionJson(TypedDict):
     asked: str
     """The first words of the user; empty if none are recorded."""
     rating: RatingJson | None
+    refused: RefusalJson | None
+    """The last call that was refused."""
 
 
 @with_config(CLOSED)
@@ -307,6 +317,62 @@ class PolicyVersionJson(TypedDict):
 
 
 @with_config(CLOSED)
+class LearnerJson(TypedDict):
+    """A policy that is learned from sessions, as the recorder serves it."""
+
+    policy: str
+    person: str
+    """Whose sessions it learns from; empty: those of several."""
+    folder: str
+    """The learner's, which has its journal."""
+    running: bool
+    """Whether the learner's process lives."""
+    stable: int
+    """Number of the adapter; 0: the engines' own weights."""
+    canary: int | None
+    share: float
+    """Share of the new sessions that the canary gets."""
+    frozen: bool
+    order: str
+    """What a person wants of the canary, which the learner has not done yet."""
+    journal: list[int]
+    """The file's inode and size."""
+    journal_at: float | None
+    """When it was written last; null: never."""
+
+
+@with_config(CLOSED)
+class DecisionJson(TypedDict):
+    """A decision about an adapter, or about a policy."""
+
+    at: float
+    kind: str
+    """`update`, `gate` (it has passed), `refused` (by a gate), `canary` (the comparison begins),
+    `promote`, `rollback`, `freeze`, `thaw` or `forgot`."""
+    adapter: int | None
+    beside: int | None
+    """Of an update: the adapter that it began with; of a canary: the stable one."""
+    by: str
+    """`test`, `person`, `gate`, `engine`, `undecided` or `interrupted`."""
+    why: list[str]
+    figures: dict[str, float]
+    went_well: dict[str, list[int]]
+    """Adapter (`canary`, `stable`) → number of its sessions that went well, and of all of them."""
+    sessions: list[str]
+    """Those that it was trained on, or that were compared."""
+    more_sessions: int
+
+
+@with_config(CLOSED)
+class DecisionsPage(TypedDict):
+    """Answer of `GET /view/decisions`."""
+
+    decisions: list[DecisionJson]
+    next: int | None
+    """The parameter `before` of the next page."""
+
+
+@with_config(CLOSED)
 class RecordState(TypedDict):
     """What the process that records knows besides the record."""
 
@@ -318,6 +384,7 @@ class RecordState(TypedDict):
     """Number of calls that wait for room in a cache."""
     rule_faults: list[RuleFault]
     """The last errors while search rules were matched."""
+    learners: list[LearnerJson]
 
 
 @with_config(CLOSED)

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -19,10 +20,10 @@ from aiohttp import web
 
 from proxy.errors import ProxyError, RequestError, SessionError
 from proxy.extras.rules.rules import RuleConfig, rule_json, save_rule, saved_rules
-from proxy.extras.rules.terms import SearchTerms
 from proxy.extras.view import pages
-from proxy.extras.view.access import Access
+from proxy.extras.view.access import Access, Reader
 from proxy.extras.view.answers import (
+    DecisionsPage,
     ForksPage,
     HitsPage,
     NewsJson,
@@ -35,8 +36,9 @@ from proxy.extras.view.answers import (
     StateJson,
 )
 from proxy.extras.view.curation_requests import CurationRequests
+from proxy.extras.view.decisions import JOURNAL, decisions
 from proxy.extras.view.json_answer import answer
-from proxy.extras.view.live import LiveFeed
+from proxy.extras.view.live import LiveFeed, own_state
 from proxy.extras.view.masking import Masking
 from proxy.extras.view.parameters import COUNT, NUMBER, SET, TEXT, up_to
 from proxy.extras.view.people import People
@@ -49,23 +51,21 @@ from proxy.extras.view.summaries import head_json
 from proxy.http.openapi import Nothing
 from proxy.http.route import Route, Who, add_routes, route, routes_of
 from proxy.http.server import read_body
+from proxy.person_keys import SCOPE, Scope
 from proxy.records import ForkCause, SessionKind, SessionStatus
 from proxy.rendering.tokenizer import Tokenizer
+from proxy.search.record import LAST_PLACE, search
+from proxy.search.terms import SearchTerms
 from proxy.store.browser import Browser, SessionPage
 
-TURNS = 500
-"""Turns that one request of a search reads."""
-READ_BYTES = 8 * 2**20
-"""Bytes of requests and answers that one request reads, or one turn if that is longer."""
 MAX_RULE_BYTES = 16_384
-LAST_PLACE = 2**62
-"""A place after all turns of a store."""
 _LOG_IN = (
     "log in: open the link that `serve` printed; programs send `Authorization: Bearer KEY` with the"
     " admin key or a key of `agentic-proxy view-key create`"
 )
 
 State = Callable[[], RecordState]
+READER = web.RequestKey("reader", Reader)
 
 
 class ViewApi:
@@ -94,7 +94,7 @@ class ViewApi:
         self._rules = rules
         self._people = People()
         self._record_state = state
-        self._feed = LiveFeed(browser, self._whole_state, lambda: masking.words(self._runs.ends()))
+        self._feed = LiveFeed(browser, self._state_for, lambda: masking.words(self._runs.ends()))
         self._owners = {
             type(owner): owner
             for owner in (
@@ -115,7 +115,7 @@ class ViewApi:
     async def serve(self, route: Route, request: web.Request) -> web.StreamResponse:
         """The answer to a request of one of `ROUTES`."""
         try:
-            await self._check(route.who, request)
+            await self._check(route, request)
             return await route.handler(self._owners[route.owner], request)
         except ProxyError as error:
             response = answer({"error": {"message": error.message}}, error.status)
@@ -123,18 +123,21 @@ class ViewApi:
                 response.headers["Retry-After"] = str(round(error.retry_after_s))
             return response
 
-    async def _check(self, who: Who, request: web.Request) -> None:
-        """Raises SessionError: the request may not use a route for `who`."""
-        if who is Who.ANYONE:
+    async def _check(self, route: Route, request: web.Request) -> None:
+        """Raises SessionError: the request may not use the route."""
+        if route.who is Who.ANYONE:
             return
-        if not await self._access.allows(request):
+        reader = await self._access.reader(request)
+        if reader is None:
             raise SessionError(_LOG_IN, status=401)
-        if who is Who.ADMIN and not await self._access.may_save(request):
+        if route.who is Who.ADMIN and not reader.edits:
             raise SessionError(
                 "a link or a key for reading changes nothing: log in with the admin key, send it as"
                 " `Authorization: Bearer KEY`, or open the page with `agentic-proxy view --edit`",
                 status=403,
             )
+        request[READER] = reader
+        reader.scope.admit(route, request)
 
     @route(
         "POST",
@@ -153,8 +156,9 @@ class ViewApi:
         cookie = await self._access.log_in(secret) if isinstance(secret, str) else None
         if cookie is None:
             raise SessionError(
-                "this link or key does not open the page: a link works once, within minutes;"
-                " make a key with `agentic-proxy view-key create NAME`, or give the admin key",
+                "this link or key does not open the page: a link works once, within minutes; start"
+                " what printed it again, or make a key in this page's store, `agentic-proxy"
+                " view-key create NAME --store URL`; a proxy's page opens with its admin key, too",
                 status=401,
             )
         response = answer({})
@@ -166,6 +170,7 @@ class ViewApi:
         "/view/log_out",
         who=Who.READER,
         summary="Ends the cookie",
+        own=True,
         answer=Nothing,
         refusals=(503,),
     )
@@ -179,35 +184,44 @@ class ViewApi:
         who=Who.READER,
         summary="What happens from now on, or after the position `after` (also `Last-Event-ID`),"
         " which each event has as its id",
+        own=True,
         query={"after": TEXT},
         refusals=(429,),
         events={"message": NewsJson, "state": StateJson},
     )
     async def _live(self, request: web.Request) -> web.StreamResponse:
-        return await self._feed.stream(request, lambda: self._access.allows(request))
+        scope = request[SCOPE]
+
+        async def may_read() -> bool:
+            reader = await self._access.reader(request)
+            return reader is not None and reader.scope == scope
+
+        return await self._feed.stream(request, scope, may_read)
 
     @route(
         "GET",
         "/view/state",
         who=Who.READER,
         summary="The engines, and the runs that are shown",
+        own=True,
         answer=StateAnswer,
     )
     async def _state(self, request: web.Request) -> web.Response:
-        may_edit = await self._access.may_save(request)
+        state = self._state_for(request[SCOPE])
         has_tokenizer = self._tokenizer() is not None
-        state = StateAnswer(**self._whole_state(), tokenizer=has_tokenizer, may_edit=may_edit)
-        return answer(state)
+        may_edit = request[READER].edits
+        return answer(StateAnswer(**state, tokenizer=has_tokenizer, may_edit=may_edit))
 
-    def _whole_state(self) -> StateJson:
+    def _state_for(self, scope: Scope) -> StateJson:
         state = StateJson(**self._record_state(), runs=self._runs.state())
-        return self._masking.words(state)
+        return self._masking.words(own_state(state, scope) if scope.person else state)
 
     @route(
         "GET",
         "/view/sessions",
         who=Who.READER,
         summary="Sessions, the newest first",
+        own=True,
         answer=SessionsPage,
         query={
             "status": {"enum": ["", *SessionStatus]},
@@ -225,10 +239,13 @@ class ViewApi:
         if "before" in query:
             at, _, last_id = query["before"].partition(",")
             before = (number(at, "before"), last_id)
+        prefix = request[SCOPE].narrowed(query.get("prefix", ""))
+        if prefix is None:
+            return answer(SessionsPage(sessions=[], next=None))
         page = SessionPage(
             status=choice(query.get("status"), SessionStatus),
             kind=choice(query.get("kind"), SessionKind),
-            id_prefix=query.get("prefix", ""),
+            id_prefix=prefix,
             marked=query.get("marked") or None,
             before=before,
             limit=count(request, "limit", 50, most=200),
@@ -242,9 +259,35 @@ class ViewApi:
 
     @route(
         "GET",
+        "/view/decisions",
+        who=Who.READER,
+        summary="What the learner of a policy has decided, the newest first",
+        own=True,
+        answer=DecisionsPage,
+        query={"policy": TEXT, "before": COUNT, "limit": up_to(200)},
+        needs=("policy",),
+        refusals=(400, 404),
+    )
+    async def _decisions(self, request: web.Request) -> web.Response:
+        named = request.query.get("policy", "")
+        state = self._state_for(request[SCOPE])
+        learners = {each["policy"]: each for each in state["learners"]}
+        if named not in learners:
+            raise RequestError(f"policy {named[:80]!r}: no learner has it", status=404)
+        before = request.query.get("before")
+        at = None if before is None else count(request, "before", 0, most=2**62, least=0)
+        journal = Path(learners[named]["folder"]) / JOURNAL
+        page = await asyncio.to_thread(
+            decisions, journal, at, count(request, "limit", 50, most=200)
+        )
+        return answer(self._masking.words(page))
+
+    @route(
+        "GET",
         "/view/forks",
         who=Who.READER,
         summary="The turns of all sessions that fork, for a cause or any, the newest first",
+        own=True,
         answer=ForksPage,
         query={"cause": {"enum": ["", *ForkCause]}, "before": NUMBER, "limit": up_to(200)},
         refusals=(400, 503),
@@ -258,7 +301,8 @@ class ViewApi:
         each = await asyncio.gather(*(browser.forks(one, before, limit) for one in causes))
         found = sorted(chain(*each), key=lambda head: -head.started_at)[:limit]
         more = found[-1].started_at if len(found) == limit else None
-        return answer(ForksPage(turns=[head_json(head) for head in found], next=more))
+        own = [head_json(head) for head in found if request[SCOPE].has(head.session_id)]
+        return answer(ForksPage(turns=own, next=more))
 
     @route(
         "GET",
@@ -266,6 +310,7 @@ class ViewApi:
         who=Who.READER,
         summary="The turns that match, from the newest to the oldest, of those that one request"
         " reads",
+        own=True,
         answer=HitsPage,
         query={
             "text": TEXT,
@@ -289,10 +334,8 @@ class ViewApi:
             answers_only=bool(query.get("answers_only")),
         )
         before = count(request, "before", LAST_PLACE, most=LAST_PLACE)
-        turns = await self._browser().written(before, TURNS, READ_BYTES)
-        hits = await asyncio.to_thread(terms.hits, turns)
-        older = turns[-1].place if turns and turns[-1].place > 1 else None
-        return answer(HitsPage(hits=hits, read=len(turns), next=older))
+        hits, read, older = await search(self._browser(), terms, before, request[SCOPE])
+        return answer(HitsPage(hits=hits, read=read, next=older))
 
     @route(
         "GET",
@@ -306,7 +349,7 @@ class ViewApi:
     async def _show_rules(self, request: web.Request) -> web.Response:
         configured = [rule_json(rule, configured=True) for rule in self._rules]
         saved = [rule_json(rule) for rule in await saved_rules(self._browser())]
-        may_save = await self._access.may_save(request)
+        may_save = request[READER].edits
         return answer(RulesAnswer(rules=[*configured, *saved], may_save=may_save))
 
     @route(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import signal
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -17,10 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from proxy.admin_key import AdminKeys, key_file
+from proxy.commands.removal import remove
 from proxy.commands.sessions import named_store
 from proxy.config import ListenConfig
 from proxy.errors import ConfigurationError
 from proxy.extras.view.access import LINK_SUFFIX, Access, new_key, new_link, said_link
+from proxy.extras.view.answers import RecordState
 from proxy.extras.view.api import PAGE, ViewApi, add_page
 from proxy.extras.view.curation_requests import CurationRequests
 from proxy.extras.view.masking import Masking
@@ -45,7 +49,9 @@ async def view(arguments: Namespace) -> int:
             model = next(iter(runs.values())).model
         tokenizer = None if model is None else load_tokenizer(model)
         listen = ListenConfig(host=arguments.host, port=arguments.port, admin_key=config.admin_key)
-        app = build_view(listen, store, tokenizer, runs, hides=not arguments.with_secrets)
+        delete = partial(remove, store, config)
+        hides = not arguments.with_secrets
+        app = build_view(listen, store, tokenizer, runs, delete=delete, hides=hides)
         runner = app_runner(app, handler_cancellation=True)
         await runner.setup()
         try:
@@ -101,20 +107,22 @@ def build_view(
     tokenizer: Tokenizer | None,
     runs: RecordedRuns | None = None,
     *,
+    delete: Callable[[str], Awaitable[object]] | None = None,
     hides: bool = True,
 ) -> web.Application:
-    """The page as an application of its own. `hides`: secrets are masked."""
+    """The page as an application of its own. `delete` removes a session, by default from the store.
+    `hides`: secrets are masked."""
     guard = web_guard(Hosts(config.host, config.allowed_hosts), pages=(PAGE,))
     app = web.Application(middlewares=[guard])
     access = Access(lambda: store.browser, AdminKeys(config), secure=False)
     api = ViewApi(
         lambda: store.browser,
         access,
-        lambda: {"engines": [], "policies": [], "paused": False, "waiting": 0, "rule_faults": []},
+        _nothing_recorded,
         lambda: tokenizer,
         runs,
         curation=CurationRequests(
-            lambda: store, store.delete_session, lambda: tokenizer, hides=hides
+            lambda: store, delete or store.delete_session, lambda: tokenizer, hides=hides
         ),
         masking=Masking(hides=hides),
     )
@@ -125,6 +133,18 @@ def build_view(
 
     app.on_shutdown.append(end)
     return app
+
+
+def _nothing_recorded() -> RecordState:
+    """What a page knows that is not the proxy's own."""
+    return {
+        "engines": [],
+        "policies": [],
+        "paused": False,
+        "waiting": 0,
+        "rule_faults": [],
+        "learners": [],
+    }
 
 
 async def create_key(arguments: Namespace) -> int:

@@ -1,7 +1,7 @@
 """The page's requests by which a person rates, tags, deletes and exports a session.
 
-Invariant: only sessions of the page's store are changed, by the administrator or a reader whom
-`agentic-proxy view --edit` let in.
+Invariant: only sessions of the page's store are changed, by the administrator, by a reader whom
+`agentic-proxy view --edit` let in, or by the person whose session it is.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from proxy.http.openapi import Nothing
 from proxy.http.route import Who, route
 from proxy.http.server import read_body
 from proxy.http.valid_json import write_json
-from proxy.records import Session, SessionKind, SessionStatus
+from proxy.person_keys import SCOPE
+from proxy.records import Session, SessionKind
 from proxy.rendering.tokenizer import Tokenizer
-from proxy.store.curation import keep
+from proxy.store.curation import keep, removable
 from proxy.store.protocol import SessionFilter, Store
 
 LINES = "application/x-ndjson"
@@ -45,7 +46,7 @@ class CurationRequests:
         *,
         hides: bool = True,
     ) -> None:
-        """`delete` removes an ended session. `hides`: a download has no secrets."""
+        """`delete` removes a session. `hides`: a download has no secrets."""
         self._store = store
         self._delete = delete
         self._tokenizer = tokenizer
@@ -56,6 +57,7 @@ class CurationRequests:
         "/view/session/curation",
         name="session_curate",
         who=Who.ADMIN,
+        own=True,
         summary="Keeps a person's rating, which may change, and tags",
         answer=Nothing,
         takes=Curation,
@@ -65,6 +67,7 @@ class CurationRequests:
     )
     async def _curate(self, request: web.Request) -> web.Response:
         said = parsed(Curation, await read_body(request))
+        request[SCOPE].check_tags(said.tags)
         try:
             await keep(self._store(), session_id(request), **dict(said))
         except ValueError as error:
@@ -76,18 +79,15 @@ class CurationRequests:
         "/view/session",
         name="session_delete",
         who=Who.ADMIN,
-        summary="Removes an ended session and its record",
+        own=True,
+        summary="Removes a session and its record",
         answer=Nothing,
         query=_SESSION,
         needs=("session",),
         refusals=(403, 404, 409, 503),
     )
     async def _remove(self, request: web.Request) -> web.Response:
-        session = await self._named(request)
-        if session.status is SessionStatus.OPEN:
-            raise SessionError(
-                f"session {session.session_id!r} is open; end its agent first", status=409
-            )
+        session = await removable(self._store(), session_id(request))
         await self._delete(session.session_id)
         return answer({})
 
@@ -96,6 +96,7 @@ class CurationRequests:
         "/view/session/export",
         name="session_export",
         who=Who.READER,
+        own=True,
         summary="A session as training data, in a format of `agentic-proxy export`",
         query={**_SESSION, "format": {"enum": list(FORMATS)}},
         needs=("session", "format"),

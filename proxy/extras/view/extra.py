@@ -8,7 +8,7 @@ from aiohttp import web
 
 from proxy.admin_key import AdminKeys, key_file
 from proxy.config import ProxyConfig
-from proxy.extra import URL, Core, Extra
+from proxy.extra import Core, Extra, Invitation
 from proxy.extras.view.access import LINK_SUFFIX, Access, new_link, said_link
 from proxy.extras.view.answers import RecordState
 from proxy.extras.view.api import ROUTES, ViewApi
@@ -16,6 +16,7 @@ from proxy.extras.view.curation_requests import CurationRequests
 from proxy.extras.view.runs import RecordedRuns
 from proxy.http.openapi import DocumentPart
 from proxy.http.route import Route
+from proxy.person_keys import PersonKeys
 from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.protocol import Store
 
@@ -36,6 +37,7 @@ class Page(Extra):
         access = Access(
             lambda: store.browser,
             AdminKeys(config),
+            PersonKeys(config.people),
             secure=(config.public_url or "").startswith("https:"),
         )
         runs = RecordedRuns([] if config.run is None else [config.run], config.published_runs)
@@ -60,14 +62,19 @@ class Page(Extra):
     async def serve(self, route: Route, request: web.Request) -> web.StreamResponse:
         return await self._api.serve(route, request)
 
-    async def invitation(self, config: ProxyConfig, store: Store) -> str:
+    async def invitation(self, config: ProxyConfig, store: Store) -> Invitation:
         key = key_file(config)
         file = key.with_name(key.name + LINK_SUFFIX)
-        try:
-            said = said_link(URL, await new_link(store.browser), file)
-        except OSError:  # in a container, the key's folder is read-only
-            said = f"{URL} (log in with the admin key of {key})"
-        return f"see everything, live: {said}"
+        secret = await new_link(store.browser)
+
+        def invitation(url: str) -> str:
+            try:
+                said = said_link(url, secret, file)
+            except OSError:  # in a container, the key's folder is read-only
+                said = f"{url} (log in with the admin key of {key})"
+            return f"see everything, live: {said}"
+
+        return invitation
 
     async def stop(self) -> None:
         self._api.close()
@@ -82,6 +89,7 @@ class Page(Extra):
             "paused": router.paused,
             "waiting": router.waiting,
             "rule_faults": [],
+            "learners": [],
         }
         for extra in self.core.extras:
             state |= extra.state()

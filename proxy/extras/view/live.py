@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -18,7 +19,8 @@ from proxy.extras.view.answers import StateJson
 from proxy.extras.view.run_answers import EndOfRun
 from proxy.extras.view.summaries import recent_json
 from proxy.http.valid_json import write_json
-from proxy.store.browser import Browser, Position
+from proxy.person_keys import Scope
+from proxy.store.browser import Browser, Position, Recent
 
 POLL_S = 1.0
 KEEP_ALIVE_POLLS = 15
@@ -34,11 +36,12 @@ class LiveFeed:
     def __init__(
         self,
         browser: Callable[[], Browser],
-        state: Callable[[], StateJson],
+        state: Callable[[Scope], StateJson],
         ends: Callable[[], Mapping[str, EndOfRun]] = dict,
     ) -> None:
-        """`state` returns what is sent besides the record: the engines. `ends`: the runs as they
-        are when the streams end, because their readers cannot ask any more."""
+        """`state` returns what is sent besides the record, such as the engines, to a reader of
+        these sessions. `ends`: the runs as they are when the streams end, because their readers
+        cannot ask any more."""
         self._browser = browser
         self._state = state
         self._ends = ends
@@ -50,9 +53,10 @@ class LiveFeed:
         self._closing.set()
 
     async def stream(
-        self, request: web.Request, may_read: Callable[[], Awaitable[bool]]
+        self, request: web.Request, scope: Scope, may_read: Callable[[], Awaitable[bool]]
     ) -> web.StreamResponse:
-        """Raises RequestError (429) if there are too many readers."""
+        """`scope`: the sessions that are sent. Raises RequestError (429) if there are too many
+        readers."""
         if self._readers >= MAX_READERS:
             raise RequestError(
                 f"{self._readers} pages follow this proxy, at most {MAX_READERS} may; close some",
@@ -61,12 +65,12 @@ class LiveFeed:
             )
         self._readers += 1
         try:
-            return await self._stream(request, may_read)
+            return await self._stream(request, scope, may_read)
         finally:
             self._readers -= 1
 
     async def _stream(
-        self, request: web.Request, may_read: Callable[[], Awaitable[bool]]
+        self, request: web.Request, scope: Scope, may_read: Callable[[], Awaitable[bool]]
     ) -> web.StreamResponse:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         response = web.StreamResponse(headers=headers)
@@ -79,9 +83,9 @@ class LiveFeed:
             news = position is None or recent.position != position
             position = recent.position
             if news:
-                event = write_json(recent_json(recent))
+                event = write_json(recent_json(_own(recent, scope)))
                 await response.write(f"id: {position}\ndata: ".encode() + event + b"\n\n")
-            now = write_json(self._state())
+            now = write_json(self._state(scope))
             if now != state:
                 state = now
                 await response.write(b"event: state\ndata: %b\n\n" % state)
@@ -95,15 +99,17 @@ class LiveFeed:
             if not full:
                 await self._pause()
         if self._closing.is_set():
-            await self._end(response, position)
+            await self._end(response, scope, position)
         return response
 
-    async def _end(self, response: web.StreamResponse, position: Position | None) -> None:
+    async def _end(
+        self, response: web.StreamResponse, scope: Scope, position: Position | None
+    ) -> None:
         """The last events: what was recorded since, and how each run has ended."""
         recent = await self._browser().recent(position, BATCH)
-        await response.write(b"data: %b\n\n" % write_json(recent_json(recent)))
-        await response.write(b"event: state\ndata: %b\n\n" % write_json(self._state()))
-        ends = await asyncio.to_thread(self._ends)
+        await response.write(b"data: %b\n\n" % write_json(recent_json(_own(recent, scope))))
+        await response.write(b"event: state\ndata: %b\n\n" % write_json(self._state(scope)))
+        ends = {} if scope.person else await asyncio.to_thread(self._ends)
         await response.write(b"event: end\ndata: %b\n\n" % write_json(ends))
 
     async def _pause(self) -> None:
@@ -113,3 +119,23 @@ class LiveFeed:
                 await self._closing.wait()
         except TimeoutError:
             pass
+
+
+def _own(recent: Recent, scope: Scope) -> Recent:
+    """What happened in these sessions."""
+    return replace(
+        recent,
+        begun=[head for head in recent.begun if scope.has(head.session_id)],
+        answered=[head for head in recent.answered if scope.has(head.session_id)],
+        events=[event for event in recent.events if scope.has(event["session_id"])],
+    )
+
+
+def own_state(state: StateJson, scope: Scope) -> StateJson:
+    """What a person is shown of it: no runs, no sessions of others, and no learners of others."""
+    return {
+        **state,
+        "runs": [],
+        "rule_faults": [each for each in state["rule_faults"] if scope.has(each["session"])],
+        "learners": [each for each in state["learners"] if each["person"] == scope.person],
+    }

@@ -53,7 +53,7 @@ class NowJson(TypedDict):
 
 @with_config(CLOSED)
 class RunStamps(TypedDict):
-    """A run, and what changes when one of its files does: the file's inode and size."""
+    """A run, and what changes when one of its files does: the file's inode, size and time."""
 
     name: str
     folder: str
@@ -116,6 +116,8 @@ class RunJson(TypedDict):
     machine: str | None
     gpus: int | None
     """Number of GPUs of the machine; null if it is not known."""
+    report: bool
+    """Whether `GET /view/run/report` has one."""
     error: str | None
     warnings: dict[str, int] | None
     evaluations: list[EvaluationJson]

@@ -7,8 +7,10 @@ may be that of a run that is still going on, or of another trainer that writes t
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
@@ -47,6 +49,7 @@ from proxy.store.browser import Browser
 
 FILE_BYTES = 8 * 2**20
 """Of a summary or a configuration; a larger file counts as empty."""
+REPORT, REPORT_BYTES = "report.html", 64 * 2**20
 NOW_BYTES = 64 * 2**10
 """`agentic-train` writes less than 4 KiB."""
 NOW_ERRORS = 20
@@ -114,6 +117,16 @@ class RecordedRun:
         """By which it is opened from any working folder."""
         return str(self.path.absolute())
 
+    def report(self) -> bytes | None:
+        """`report.html`; None if it is not written, or not a file of the folder's own."""
+        with suppress(OSError):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with open(os.open(self.path / REPORT, flags), "rb") as file:
+                found = os.fstat(file.fileno())
+                if stat.S_ISREG(found.st_mode) and found.st_size <= REPORT_BYTES:
+                    return file.read()
+        return None
+
     def _runs(self) -> bool:
         """Asked once per second and reader: the lock is tried before the summary is read."""
         if not (self.published or is_locked(self.path / "run.lock")):
@@ -154,6 +167,7 @@ class RecordedRun:
             "tokens_trained": summary.get("tokens_trained"),
             "machine": summary.get("machine"),
             "gpus": summary.get("gpus"),
+            "report": (self.path / REPORT).is_file(),
             "error": summary.get("error"),
             "warnings": summary.get("warnings"),
             "evaluations": [
@@ -285,12 +299,13 @@ def trial_fields(line: Line) -> TrialJson:
 
 
 def _stamp(path: Path) -> list[int]:
-    """Changes when the file is replaced (first number) or grows."""
+    """Changes when the file is replaced (first number), grows, or is written: a file that is
+    replaced twice can have its first inode again. Microseconds are exact in JavaScript."""
     try:
         found = path.stat()
     except OSError:
-        return [0, 0]
-    return [found.st_ino, found.st_size]
+        return [0, 0, 0]
+    return [found.st_ino, found.st_size, found.st_mtime_ns // 1000]
 
 
 def _number(text: str | None, otherwise: float) -> float:

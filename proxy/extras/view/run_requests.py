@@ -11,7 +11,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from proxy.errors import SessionError, StoreError
-from proxy.extras.view.json_answer import HEADERS, answer
+from proxy.extras.view.json_answer import ALONE, HEADERS, answer
 from proxy.extras.view.masking import Masking, unmasked
 from proxy.extras.view.parameters import COUNT, NUMBER, RUN, SESSION, SET, TEXT, up_to
 from proxy.extras.view.query import count, session_id, trial_filter
@@ -209,6 +209,25 @@ class RunRequests:
                 return response
         await response.write_eof()
         return response
+
+    @route(
+        "GET",
+        "/view/run/report",
+        name="run_report",
+        who=Who.READER,
+        summary="The report of a run, to be saved",
+        query=RUN,
+        needs=("run",),
+        other_types=("text/html",),
+        refusals=(404,),
+    )
+    async def _report(self, request: web.Request) -> web.Response:
+        """A file to be saved: opened here, what a foreign run's report has would be the page's."""
+        found = await asyncio.to_thread(self._run_of(request).report)
+        if found is None:
+            raise SessionError("the run has no report; `agentic-train report RUN`", status=404)
+        saved = {"Content-Disposition": 'attachment; filename="report.html"', **ALONE}
+        return web.Response(body=found, content_type="text/html", headers=HEADERS | saved)
 
     @asynccontextmanager
     async def _store_of(self, run: RecordedRun) -> AsyncIterator[Browser | None]:

@@ -24,7 +24,7 @@ from proxy.extras.view.answers import (
 )
 from proxy.extras.view.bounded import PIECE_CHARS, text_of, turn_json
 from proxy.extras.view.fork import fork_json
-from proxy.extras.view.json_answer import HEADERS, answer
+from proxy.extras.view.json_answer import ALONE, HEADERS, answer
 from proxy.extras.view.masking import Masking, secrets_seen
 from proxy.extras.view.parameters import COUNT, SESSION, TEXT, TURN, up_to
 from proxy.extras.view.people import People
@@ -39,8 +39,6 @@ from proxy.rendering.tokenizer import Tokenizer
 from proxy.store.browser import Browser
 from proxy.wire.images import MEDIA_TYPES
 
-IMAGE_POLICY = {"Content-Security-Policy": "default-src 'none'; sandbox"}
-"""Of a foreign image that a browser opens as a page of its own."""
 HEADS = 500
 """Turns of a session in one answer."""
 CONVERSATION_TURNS = 20
@@ -71,6 +69,7 @@ class SessionRequests:
         "GET",
         "/view/session",
         who=Who.READER,
+        own=True,
         summary="One session",
         answer=SessionJson,
         query=SESSION,
@@ -90,6 +89,7 @@ class SessionRequests:
         "GET",
         "/view/heads",
         who=Who.READER,
+        own=True,
         summary="The turns of a session without tokens and texts",
         answer=HeadsPage,
         query={**SESSION, "since": COUNT},
@@ -107,6 +107,7 @@ class SessionRequests:
         "GET",
         "/view/turns",
         who=Who.READER,
+        own=True,
         summary="The messages of turns",
         answer=TurnsAnswer,
         query={**SESSION, "turns": {"type": "string", "pattern": r"^\d+(,\d+)*$"}},
@@ -124,6 +125,7 @@ class SessionRequests:
         "GET",
         "/view/text",
         who=Who.READER,
+        own=True,
         summary="A piece of a long text, which begins at the character `from`",
         answer=TextPiece,
         query={**TURN, "place": TEXT, "from": COUNT},
@@ -146,6 +148,7 @@ class SessionRequests:
         "GET",
         "/view/image",
         who=Who.READER,
+        own=True,
         summary="An image of a session, as the agent sent it",
         query={**SESSION, "sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"}},
         needs=("session", "sha256"),
@@ -158,14 +161,13 @@ class SessionRequests:
             image = await browser.image(named, sha256)
         if image is None or image.media_type not in MEDIA_TYPES:
             raise SessionError(f"session {named!r} has no image {sha256[:64]!r}", status=404)
-        return web.Response(
-            body=image.data, content_type=image.media_type, headers=HEADERS | IMAGE_POLICY
-        )
+        return web.Response(body=image.data, content_type=image.media_type, headers=HEADERS | ALONE)
 
     @route(
         "GET",
         "/view/fork",
         who=Who.READER,
+        own=True,
         summary="Why a turn forks: what was sent against what was recorded",
         answer=ForkJson,
         query=TURN,
@@ -180,6 +182,7 @@ class SessionRequests:
         "GET",
         "/view/tokens",
         who=Who.READER,
+        own=True,
         summary="The tokens of a turn's path: what the model saw and wrote",
         answer=TokensPage,
         query={**TURN, "start": COUNT, "count": up_to(4000)},

@@ -7,8 +7,14 @@ from typing import Any, cast
 
 import orjson
 
-from proxy.extras.view.answers import HeadJson, NewsJson, RatingJson, SessionJson, StoredEvent
-from proxy.records import RuleAction
+from proxy.extras.view.answers import (
+    HeadJson,
+    NewsJson,
+    RatingJson,
+    RefusalJson,
+    SessionJson,
+    StoredEvent,
+)
 from proxy.records.binary import mark_fields, reward_fields
 from proxy.store.browser import Recent, SessionSummary, TurnHead
 
@@ -16,15 +22,17 @@ MAX_METADATA_BYTES = 2_000
 
 
 def summary_json(
-    summary: SessionSummary, asked: str, said: Mapping[str, Any] | None
+    summary: SessionSummary,
+    asked: str,
+    said: Mapping[str, Any] | None,
+    refused: Mapping[str, Any] | None,
 ) -> SessionJson:
-    """`asked`: the user's first words; `said`: the last event of a person's rating."""
+    """`asked`: the user's first words; `said`: the last event of a person's rating; `refused`: that
+    of a refused call."""
     session = summary.session
     metadata, origin = dict(session.metadata), session.origin
     if len(orjson.dumps(metadata)) > MAX_METADATA_BYTES:
         metadata = {"…": f"{len(metadata)} entries; `GET /sessions/ID` has them"}
-    zeroed = session.marked(RuleAction.ZERO_REWARD)
-    whole = [reward.value for reward in session.rewards if reward.turn is None]
     return {
         "id": session.session_id,
         "kind": session.kind,
@@ -34,7 +42,7 @@ def summary_json(
         "profile": session.profile,
         "metadata": metadata,
         "origin": None if origin is None else {"session": origin.session_id, "turn": origin.turn},
-        "reward": 0.0 if zeroed else sum(whole) if whole else None,
+        "reward": session.reward,
         "marks": [mark_fields(mark) for mark in session.marks[:100]],
         "rewards": [reward_fields(reward) for reward in session.rewards[:100]],
         "turns": summary.turns + session.recorded_turns,
@@ -46,6 +54,7 @@ def summary_json(
         "forks": summary.forks,
         "asked": asked,
         "rating": None if said is None else _rating(said),
+        "refused": None if refused is None else _refusal(refused),
     }
 
 
@@ -55,6 +64,10 @@ def _rating(said: Mapping[str, Any]) -> RatingJson:
         "value": value if isinstance(value, int | float) else None,
         "comment": comment if isinstance(comment, str) else "",
     }
+
+
+def _refusal(refused: Mapping[str, Any]) -> RefusalJson:
+    return {"status": int(refused["status"]), "message": str(refused["message"])}
 
 
 def head_json(head: TurnHead) -> HeadJson:

@@ -39,7 +39,7 @@ with warnings.catch_warnings():
 AGENT = Path(__file__).parent / "forking_agent.py"
 
 
-class ScriptedClient(LLMServerClient):  # type: ignore[misc]
+class ScriptedClient(LLMServerClient):
     """A client without servers: keeps sessions and prompts, and gives scripted answers."""
 
     def __init__(self, answer: list[int], step: int = 7) -> None:

@@ -29,7 +29,7 @@ async def run_python(
     trial: Trial, code: str, process: ProcessConfig = PROCESS, **settings: object
 ) -> AgentResult:
     argv = (sys.executable, "-I", "-S", "-c", code)
-    config = CommandConfig(argv=argv, **settings)  # type: ignore[arg-type]
+    config = CommandConfig(argv=argv, **settings)
     launcher = CommandLauncher(config, process)
     try:
         return await launcher.run(trial)

@@ -111,6 +111,18 @@ def test_what_an_agent_wrote_shows_nothing(tmp_path: Path) -> None:
         assert not [each for each in found if each.is_relative_to(tmp_path)]
 
 
+@pytest.mark.parametrize("quote", ["", '"', "'"])
+@pytest.mark.parametrize("option", ["file=", "--a-file=", "model.file="])
+def test_file_in_the_value_of_an_option_is_shown(tmp_path: Path, option: str, quote: str) -> None:
+    """Codex's values are TOML: `-c model_instructions_file="/path"`."""
+    file = tmp_path / "it's.md"
+    file.write_text("")
+    words = ["env", f"{option}{quote}{file}{quote}"]
+    assert file in readable(words, {"PATH": "/usr/bin"}, {}, Path("/nowhere"))
+    half_quoted = ["env", f'{option}"{file}']
+    assert file not in readable(half_quoted, {"PATH": "/usr/bin"}, {}, Path("/nowhere"))
+
+
 def test_folders_that_contain_the_start_or_the_home_are_never_shown() -> None:
     words = [str(Path.cwd()), str(Path.home()), "/", sys.executable]
     found = readable(words, {"PATH": "/usr/bin"}, {}, Path("/nowhere"))

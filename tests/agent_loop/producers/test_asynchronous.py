@@ -124,7 +124,7 @@ def test_production_is_how_far_the_next_batch_is() -> None:
 def test_batches_without_staleness_equal_those_of_the_synchronous_producer(
     groups_per_step: int, group_size: int, concurrency: int, drop_uniform_groups: bool, failing: int
 ) -> None:
-    batch = {
+    batch: dict[str, Any] = {
         "groups_per_step": groups_per_step,
         "group_size": group_size,
         "concurrency": concurrency,
@@ -304,13 +304,15 @@ def test_uniform_groups_are_replaced_and_counted() -> None:
 
 def test_batch_is_filled_with_uniform_groups_if_no_group_has_signal() -> None:
     loop = ScriptedLoop(reward=lambda task, seed: 0.0)
-    policy = {
-        "groups_per_step": 2,
-        "group_size": 2,
-        "drop_uniform_groups": True,
-        "max_resamples": 3,
-    }
-    batches = produce(loop, 3, max_staleness=0, **policy)
+    batches = produce(
+        loop,
+        3,
+        max_staleness=0,
+        groups_per_step=2,
+        group_size=2,
+        drop_uniform_groups=True,
+        max_resamples=3,
+    )
     assert [len(groups) for groups in batches] == [2, 2, 2]
     assert loop.started == 3 * 2 * 2 * 3
 

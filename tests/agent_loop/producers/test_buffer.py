@@ -15,6 +15,7 @@ from agent_loop.producers.asynchronous import AsyncProducer
 from agent_loop.producers.buffer import Drawn, ReplayBuffer, Tail
 from agent_loop.producers.groups import ProductionError, rollout_seed
 from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.producers.rollout_format import encode_group
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from agent_loop.tasks import Source, TaskStream
 from tests.agent_loop.scripted_loop import ScriptedLoop
@@ -45,9 +46,8 @@ async def test_event_loop_continues_while_a_group_is_written(
     def slow_encode(of: Group) -> bytes:
         started.set()
         assert may_go_on.wait(60)
-        return encode(of)
+        return encode_group(of)
 
-    encode = buffer_module.encode_group
     monkeypatch.setattr(buffer_module, "encode_group", slow_encode)
     buffer = ReplayBuffer(tmp_path / "buffer.sqlite")
     await buffer.draw(Drawn(0, TASK), {"a": 1})

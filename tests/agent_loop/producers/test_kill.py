@@ -54,10 +54,11 @@ async def live(folder: Path) -> None:
             trained.append([group.group_id for group in groups])
             producer.set_version(len(trained))
             if len(trained) % 2 == 0:
-                saved = {"producer": producer.state(), "trained": trained}
-                (folder / "new.json").write_text(json.dumps(saved))
+                saved = producer.state()
+                written = json.dumps({"producer": saved, "trained": trained})
+                (folder / "new.json").write_text(written)
                 (folder / "new.json").rename(checkpoint)
-                producer.acknowledge(saved["producer"])
+                producer.acknowledge(saved)
             print(len(trained), flush=True)
     buffer.close()
 

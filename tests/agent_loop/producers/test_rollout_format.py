@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -66,7 +67,7 @@ def test_every_field_of_a_rollout_is_encoded() -> None:
     names = {field.name for field in dataclasses.fields(Rollout)} - named
     for name in names:
         value = getattr(filled, name)
-        changed = {
+        changed: Any = {
             "status": RolloutStatus.FAILED, "reward": 2.0, "trial_id": "other",
             "truncated_turns": (5,), "turn_returns": {1: 0.5}, "forks": {"edited": 1},
             "turn_calls": {1: "submit {}"},

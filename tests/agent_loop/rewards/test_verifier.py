@@ -19,7 +19,7 @@ WRITE = "import os; open(os.environ['REWARD_DIR'] + '/{}', 'w').write({!r})"
 async def grade(trial: Trial, code: str, **settings: object) -> Graded:
     trial.workspace.mkdir()
     argv = (sys.executable, "-I", "-S", "-c", code)
-    verifier = Verifier(VerifierConfig(argv=argv, **settings))  # type: ignore[arg-type]
+    verifier = Verifier(VerifierConfig(argv=argv, **settings))
     try:
         return await verifier.grade(finished(trial))
     finally:

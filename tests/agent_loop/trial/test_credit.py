@@ -31,8 +31,8 @@ def with_side_calls() -> list[Turn]:
     ]
 
 
-def credit(turns: list[Turn], reward: float | None = 1.0, *posted: Reward, **policy: object):  # type: ignore[no-untyped-def]
-    return assign_credit(turns, reward, posted, CreditConfig(**policy))  # type: ignore[arg-type]
+def credit(turns: list[Turn], reward: float | None = 1.0, *posted: Reward, **policy: object):
+    return assign_credit(turns, reward, posted, CreditConfig(**policy))
 
 
 def test_discount_depends_on_the_distance_to_the_end_of_the_turns_own_chain() -> None:

@@ -217,7 +217,7 @@ async def test_trial_that_salvages_a_session_is_retried(
     """The session that the first trial salvages cannot be salvaged a second time."""
     lost = await trials.run({"dies_after": 2}, verifier=None, salvage=None)
     origin = Origin(lost.trial_id, 2, salvage=True)
-    lives = ({"dies_after": 3}, {})
+    lives: tuple[dict[str, Any], ...] = ({"dies_after": 3}, {})
     rollout = await trials.run(*lives, verifier=None, origin=origin, salvage=salvage, max_retries=1)
     assert (rollout.status, rollout.error) == (RolloutStatus.DONE, None)
     calls = trials.proxy.engine.calls

@@ -1,5 +1,6 @@
 """An agent that takes more memory or disk than it may is ended, and its trial's error says which
-limit it met. Behind the light wall, in processes and files of which each is within its limit."""
+limit it met. Behind the light wall, in processes and files of which each is within its limit.
+Processes and shared memory are bounded where no limit is set, too."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from agent_loop.records import RolloutStatus, Task
+from agent_loop.processes.host import Limits
+from agent_loop.records import Rollout, RolloutStatus, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
 from agent_loop.remote_agent_loop import RemoteAgentLoop
 from proxy import wall
@@ -36,6 +38,39 @@ for folder in (os.getcwd(), os.environ["HOME"], "/tmp"):
             file.write(os.urandom(1 << 20))
 time.sleep(600)
 """
+BOUNDS = """
+import os, resource
+of_user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+of_namespace = int(open("/proc/sys/kernel/pid_max").read())
+memory = os.statvfs("/dev/shm")
+print(of_user, of_namespace, memory.f_blocks * memory.f_frsize)
+"""
+
+
+async def run_agent(
+    code: str, limits: dict[str, Any], proxy: RunningProxy, folder: Path
+) -> Rollout:
+    (folder / "agent.py").write_text(code)
+    config = RemoteAgentConfig.model_validate(
+        {
+            "command": {"argv": [sys.executable, "-I", "-S", str(folder / "agent.py")]},
+            "process": {"limits": limits},
+            "sandbox": "light without ports, sockets, processes",
+            "max_retries": 0,
+            "timeout_s": 120,
+        }
+    )
+    loop = RemoteAgentLoop(
+        proxy.control,
+        config.build_launcher(),
+        config.build_rewards(),
+        folder / "trials",
+        trial=config,
+    )
+    try:
+        return await loop.run(Task("take", {"prompt": "x"}), kind=SessionKind.TRAIN)
+    finally:
+        await loop.close()
 
 
 @pytest.mark.parametrize(
@@ -49,26 +84,20 @@ time.sleep(600)
 async def test_trial_names_the_limit_that_its_agent_met(
     code: str, limits: dict[str, Any], said: str, proxy: RunningProxy, tmp_path: Path
 ) -> None:
-    (tmp_path / "agent.py").write_text(code)
-    config = RemoteAgentConfig.model_validate(
-        {
-            "command": {"argv": [sys.executable, "-I", "-S", str(tmp_path / "agent.py")]},
-            "process": {"limits": limits},
-            "sandbox": "light without ports, sockets, processes",
-            "max_retries": 0,
-            "timeout_s": 120,
-        }
-    )
-    loop = RemoteAgentLoop(
-        proxy.control,
-        config.build_launcher(),
-        config.build_rewards(),
-        tmp_path / "trials",
-        trial=config,
-    )
-    try:
-        rollout = await loop.run(Task("take", {"prompt": "x"}), kind=SessionKind.TRAIN)
-    finally:
-        await loop.close()
+    rollout = await run_agent(code, limits, proxy, tmp_path)
     assert rollout.status is RolloutStatus.FAILED
     assert said in (rollout.error or "")
+
+
+async def test_processes_and_shared_memory_are_bounded_by_default(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    rollout = await run_agent(BOUNDS, {}, proxy, tmp_path)
+    log = Path(rollout.logs or "", "agent.log").read_text()
+    of_user, of_namespace, shm_bytes = map(int, log.split())
+    limits = Limits()
+    assert limits.processes is not None
+    assert shm_bytes == limits.shm_bytes
+    if wall.missing_processes() is None:
+        bounds = {of_user, of_namespace - wall.RESERVED_PIDS}
+        assert limits.processes in bounds

@@ -17,7 +17,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
@@ -540,4 +539,4 @@ def handle_of(path: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(attempt())
+    attempt()

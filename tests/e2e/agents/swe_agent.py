@@ -1,7 +1,6 @@
-"""`make test-swe-agent CHECKOUT=…`: SWE-agent, from a checkout of its repository, unmodified.
+"""`make test-swe-agent`: SWE-agent, from a checkout of its repository, unmodified.
 
-`make test` does not run it, because it is not published as a package, its start takes longer than
-that of all other agents together, and its `local` deployment needs a mount namespace.
+`make test` does not run it, because it is not published as a package.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.swe_agent.expert import played
 from proxy.records import SessionKind
 from tests.e2e.agents.test_agents import AGENTS, Agent, assert_exact, example, proxy, trial
+from tests.e2e.agents.test_repositories import ROOT, assert_recorded_as_written
 from tests.proxy.conftest import RunningProxy
 
 __all__ = ["proxy"]
@@ -32,3 +33,8 @@ async def test_its_temperature_of_0_reaches_the_sampler_in_evaluation_alone(
     _, turns = await proxy.control.get_turns(rollout.trial_id)
     assert {turn.sampling["temperature"] for turn in turns} == {temperature}
     assert {call.sampling["temperature"] for call in proxy.engine.calls} == {temperature}
+
+
+async def test_recorded_tokens_are_those_of_the_transcript(tmp_path: Path) -> None:
+    tokens = ROOT / "examples/codex/model"  # its own model is made by `make train-swe-agent`
+    await assert_recorded_as_written("swe_agent", played, tokens, tmp_path)

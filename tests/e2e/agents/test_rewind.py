@@ -70,21 +70,23 @@ def log_of(recording: Recording) -> str:
     return (Path(recording.rollout.logs or "") / "agent.log").read_text(errors="replace")[-3000:]
 
 
-EXAMPLES = [
-    "claude_code",
-    "codex",
-    pytest.param("codex_0_77", marks=pytest.mark.long),
-    pytest.param("opencode", marks=pytest.mark.long),
-    pytest.param("opencode_responses", marks=pytest.mark.long),
-    pytest.param("opencode_messages", marks=pytest.mark.long),
-    pytest.param("qwen_code", marks=pytest.mark.long),
-    pytest.param("mini_swe_agent", marks=pytest.mark.long),
-    pytest.param("pi", marks=pytest.mark.long),
-    pytest.param("openhands", marks=[pytest.mark.long, installed("openhands")]),
-]
+EXAMPLES: dict[str, list[pytest.MarkDecorator]] = {
+    "claude_code": [],
+    "codex": [],
+    "codex_0_77": [pytest.mark.long],
+    "opencode": [pytest.mark.long],
+    "opencode_responses": [pytest.mark.long],
+    "opencode_messages": [pytest.mark.long],
+    "qwen_code": [pytest.mark.long],
+    "mini_swe_agent": [pytest.mark.long],
+    "pi": [pytest.mark.long],
+    "openhands": [pytest.mark.long, installed("openhands")],
+}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks) for name, marks in EXAMPLES.items()]
+)
 async def test_agent_is_rewound_to_a_turn(
     name: str, start_proxy: StartProxy, tmp_path: Path
 ) -> None:
@@ -93,7 +95,7 @@ async def test_agent_is_rewound_to_a_turn(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [e if isinstance(e, str) else e.values[0] for e in EXAMPLES])
+@pytest.mark.parametrize("name", EXAMPLES)
 async def test_agent_is_rewound_to_every_turn(
     name: str, start_proxy: StartProxy, tmp_path: Path
 ) -> None:

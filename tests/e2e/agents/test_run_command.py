@@ -7,11 +7,14 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from proxy.commands.agent_environment import FOLDER
+from proxy.conversation.first_words import first_words
+from proxy.records import Turn
 from tests.e2e.agents.model import play
 from tests.e2e.agents.test_agents import AGENTS, PROMPT, proxy
 from tests.needs import needs
@@ -24,13 +27,7 @@ pytestmark = [
 ]
 CODEX = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
 CODEX += [PROMPT]
-COMMANDS = [
-    ["claude", "-p", PROMPT, "--dangerously-skip-permissions"],
-    ["mini", "-y", "--exit-immediately", "-t", PROMPT],
-    pytest.param(CODEX, marks=pytest.mark.long),
-    ["opencode", "run", PROMPT],
-    ["qwen", "-y", PROMPT],
-]
+CLAUDE = ["claude", "-p", PROMPT, "--dangerously-skip-permissions"]
 
 
 MEMORY = "Remember that the fox is called Reineke."
@@ -80,18 +77,14 @@ async def sent(proxy: RunningProxy, session: str) -> str:
     return json.dumps([turn.request for turn in turns], default=str)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-async def test_agent_does_its_task_in_a_recorded_session(
-    command: list[str], proxy: RunningProxy, tmp_path: Path
-) -> None:
-    said = await run(proxy, tmp_path, "s", "--", *command)
-    assert (tmp_path / "work/out.txt").read_text() == "hi\n", said
-    _, turns = await proxy.control.get_turns("s")
-    assert len(turns) >= 3
-    assert f"session s: {len(turns)} turns" in said
+def assert_known_by_its_words(turns: Sequence[Turn]) -> None:
+    """The user's, and not those with which an agent asks for a title."""
+    words = first_words([turn.request for turn in turns])
+    assert PROMPT.startswith(words.strip('"…')), words  # opencode puts them in quotes
+    assert words
 
 
-@pytest.mark.parametrize("command", [COMMANDS[0], CODEX], ids=["claude", "codex"])
+@pytest.mark.parametrize("command", [CLAUDE, CODEX], ids=["claude", "codex"])
 async def test_users_own_agent_has_the_users_memory_and_another_base_url_only(
     command: list[str], proxy: RunningProxy, tmp_path: Path
 ) -> None:
@@ -102,7 +95,12 @@ async def test_users_own_agent_has_the_users_memory_and_another_base_url_only(
     (home / ".codex/config.toml").write_text(CODEX_SETTINGS)
     mine = {"ANTHROPIC_BASE_URL": DEAD, "ANTHROPIC_AUTH_TOKEN": "mine"}
     (home / ".claude/settings.json").write_text(json.dumps({"env": mine, "model": "opus"}))
-    await run(proxy, tmp_path, "own", "--", *command)
+    said = await run(proxy, tmp_path, "own", "--", *command)
+    assert (tmp_path / "work/out.txt").read_text() == "hi\n", said
+    _, turns = await proxy.control.get_turns("own")
+    assert len(turns) >= 3
+    assert f"session own: {len(turns)} turns" in said
+    assert_known_by_its_words(turns)
     assert MEMORY in await sent(proxy, "own")
     await run(proxy, tmp_path, "isolated", "--isolated", "--", *command)
     assert MEMORY not in await sent(proxy, "isolated")
@@ -142,6 +140,7 @@ OWN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("agent", OWN)
 async def test_other_agents_have_the_users_memory_and_another_base_url_only(
     agent: str, proxy: RunningProxy, tmp_path: Path
@@ -153,6 +152,8 @@ async def test_other_agents_have_the_users_memory_and_another_base_url_only(
     said = await run(proxy, tmp_path, "own", "--", *command)
     assert (tmp_path / "work/out.txt").read_text() == "hi\n", said
     assert MEMORY in await sent(proxy, "own")
+    _, turns = await proxy.control.get_turns("own")
+    assert_known_by_its_words(turns)
     kept = json.loads((tmp_path / "home" / settings).read_text())
     assert kept | mine == kept  # an agent may add to it
 
@@ -198,6 +199,20 @@ async def test_user_rates_a_session_by_codexs_skill(proxy: RunningProxy, tmp_pat
     said = await run(proxy, tmp_path, "s", "--", *CODEX[:-1], "$rate down, it broke the tests")
     shown = await proxy.control.show("s")
     assert [(each["key"], each["value"]) for each in shown["rewards"]] == [("rating", 0.0)], said
+
+
+async def test_user_tags_a_session_by_codexs_skill(proxy: RunningProxy, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "commands/codex", tmp_path / "home/.codex/skills")
+    command = "${AGENTIC_PROXY:-agentic-proxy} sessions tag this"
+
+    def tags(prompt: str) -> str:
+        return play(prompt, [f"{command} topic=till kept=yes"] if command in prompt else [])
+
+    proxy.answers(tags)
+    said = await run(proxy, tmp_path, "s", "--", *CODEX[:-1], "$tag topic=till kept=yes")
+    found = (await proxy.control.show("s"))["metadata"]
+    assert (found.get("topic"), found.get("kept")) == ("till", "yes"), said
+    assert "noted: it is kept when the agent ends" in await sent(proxy, "s")
 
 
 async def test_claude_code_continues_its_last_conversation(

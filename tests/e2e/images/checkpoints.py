@@ -147,8 +147,10 @@ def gemma3(folder: Path) -> None:
 
 def published_template(name: str) -> str:
     """A chat template of a published model, from TRL's files."""
-    (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
-    return Path(package, "chat_templates", name).read_text(encoding="utf-8")
+    package = find_spec("trl")
+    assert package is not None
+    assert package.origin is not None
+    return Path(package.origin).with_name("chat_templates").joinpath(name).read_text("utf-8")
 
 
 MODELS: Mapping[str, Callable[[Path], None]] = MappingProxyType(

@@ -170,7 +170,7 @@ async def _found(engine: ImageEngine, own: Own, folder: Path) -> dict[str, Any]:
         "rendering": await _rendering(engine, own.kind, folder),
         "logprobs": await _logprobs(engine, own),
         "pixels": await _pixels(engine, own),
-        "same digests": [] if own.kind == "gemma3" else await _same_digests(engine, own, folder),
+        "same digests": await _same_digests(engine, own, folder),
         "cache": await _cache(engine),
         "turns": await _turns(engine, own),
         "image tokens as text": await _image_tokens_as_text(engine, own),
@@ -347,13 +347,10 @@ async def _turns(engine: ImageEngine, own: Own) -> dict[str, Any]:
     both = Prompt(ids, engine.spans(ids), first.hashes + second.hashes, first.data + second.data)
     features = both.features(data=[None, second.data[0]])
     sampled = await engine.sample(ids, score_prompt=True, features=features)
-    causal = own.kind == "gemma3"
     return {
         "rest of an answer is the same": rest.ids == answer.ids[5:],
-        "second turn": _difference(sampled, own, (one, two), causal=causal),
-        "second turn, other image": _difference(
-            sampled, own, (one, noise(13, 128, 64)), causal=causal
-        ),
+        "second turn": _difference(sampled, own, (one, two)),
+        "second turn, other image": _difference(sampled, own, (one, noise(13, 128, 64))),
     }
 
 

@@ -29,10 +29,10 @@ MARKS = [
 
 
 @cache
-def printed(program: str, kind: str) -> dict[str, Any]:
-    """The JSON that the program prints for a kind of model."""
+def printed(program: str, *words: str) -> dict[str, Any]:
+    """The JSON that the program prints for a kind of model, the first of the words."""
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.e2e.images.{program}", kind],
+        [sys.executable, "-m", f"tests.e2e.images.{program}", *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TORCHVISION, ROOT)))},
         capture_output=True,

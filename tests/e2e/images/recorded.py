@@ -36,6 +36,7 @@ from proxy.token_tree.paths import path, prefix_images
 from tests.e2e.images.checkpoints import CONTEXT_TOKENS, MODELS
 from tests.e2e.images.compare import Own
 from tests.e2e.images.engine import MODEL, encoded, noise
+from tests.proxy.checkpoint import gemma_template
 
 KEY = "admin-key-of-the-test"
 PICTURES = {name: noise(seed, *size) for name, seed, size in (
@@ -189,8 +190,10 @@ def digests(own: Own, turns: dict[str, list[Turn]]) -> bool:
 
 
 def own_digest(own: Own, image: Image.Image) -> str:
-    grid = own.processor.image_processor(images=[image], return_tensors="pt")[GRID][0]
-    tensors = {"pixel_values": own.pixels(image), GRID: grid}
+    tensors = {"pixel_values": own.pixels(image), "num_patches": torch.tensor(1)}
+    if own.kind != "gemma3":
+        made = own.processor.image_processor(images=[image], return_tensors="pt")
+        tensors = {"pixel_values": own.pixels(image), GRID: made[GRID][0]}
     return digest_of(
         {
             name: (str(each.dtype).removeprefix("torch."), tuple(each.shape), raw(each))
@@ -200,7 +203,7 @@ def own_digest(own: Own, image: Image.Image) -> str:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def differences(own: Own, turns: list[Turn], *, swap: bool = False) -> list[float]:
@@ -223,6 +226,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, kind)
         MODELS[kind](checkpoint)
+        if kind == "gemma3":  # with tools
+            (checkpoint / "chat_template.jinja").write_text(gemma_template(), encoding="utf-8")
         sys.stdout.write(json.dumps(asyncio.run(found(kind, checkpoint))))
 
 

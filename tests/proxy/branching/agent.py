@@ -76,8 +76,8 @@ class SmallAgent:
     def take(self, message: dict[str, Any]) -> None:
         """Adds the answer, without its reasoning, and the results of its calls."""
         self.answers.append(message)
-        said = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
-        self.messages.append(said)
+        said = ("role", "content", "tool_calls")
+        self.messages.append({key: value for key, value in message.items() if key in said})
         for call in message.get("tool_calls") or ():
             found = re.search(r"step (\d+)", call["function"]["arguments"])
             content = self.tool(int(found[1]) if found else -1)

@@ -100,7 +100,8 @@ async def test_command_creates_no_tables_in_an_empty_postgresql_database(
 
 def test_worker_has_a_flag_for_every_setting_except_secrets() -> None:
     from proxy.extras.relay.cli import FLAGS
-    from proxy.extras.relay.worker_process import SECRETS, WorkerConfig
+    from proxy.extras.relay.worker_config import WorkerConfig
+    from proxy.extras.relay.worker_process import SECRETS
 
     flags = {flag.replace("-", "_") for flag in FLAGS}
     assert flags == set(WorkerConfig.model_fields) - SECRETS

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from proxy.cli import main
 from proxy.commands.doctor import Finding, findings
 from proxy.machine.port import free_port
 from proxy.settings.state_folder import default_store, make_state_folder
 from proxy.store import open_store
-from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+from tests.company_network import PrivateAuthority
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -78,6 +80,25 @@ async def test_a_wrong_key_and_another_server_are_named(
     assert "401" in by["proxy"][1].text or "key" in by["proxy"][1].text
     by = await found(engine=[f"http://127.0.0.1:{free_port('127.0.0.1')}", proxy.url])
     assert grades(by, "engine") == ["fault", "ok"]
+
+
+async def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path) -> None:
+    authority = PrivateAuthority(tmp_path, "localhost")
+    async with authority.serving(web.Application()) as port:
+        by = await found(url=f"https://localhost:{port}")
+    assert grades(by, "proxy") == ["fault"]
+    assert "is not trusted (" in by["proxy"][0].text
+    assert "SSL_CERT_FILE" in by["proxy"][0].text
+
+
+async def test_a_persons_key_is_no_fault(
+    start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await start_proxy(people={"ann": str(tmp_path / "ann")})
+    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", (tmp_path / "ann").read_text().strip())
+    by = await found(url=proxy.url)
+    assert (grades(by, "proxy"), grades(by, "engines")) == (["ok"], ["note"])
+    assert "the key of ann opens own sessions only" in by["engines"][0].text
 
 
 async def test_stores_that_cannot_be_used_are_named() -> None:

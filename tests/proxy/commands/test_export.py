@@ -74,7 +74,7 @@ async def test_sessions_that_cannot_be_trained_are_left_out_and_counted(
     assert await run(tmp_path, "--format", "prime-rl", "--out", str(out)) == 0
     said = capsys.readouterr()
     assert said.out == f"2 rows in {out}\n"
-    assert "left out: 1 sessions without a reward" in said.err
+    assert "1 sessions without a reward (give one: agentic-proxy sessions rate ID up)" in said.err
     assert "left out: 1 sessions of kind eval (export them with --kind eval)" in said.err
     means = [max(row["advantages"], key=abs) for row in rows_of(out)]
     assert sorted(means) == [-0.5, 0.5]  # the task's mean reward is 0.5

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from proxy import wall
 from proxy.commands.agent_environment import find_agent, known_agents
 from proxy.rendering.rendering import Rendering
 from proxy.settings.state_folder import default_store
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
-from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+from tests.company_network import PrivateAuthority
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 
 AGENT = """
 import json, os, sys, urllib.request
@@ -34,20 +37,20 @@ sys.exit(7)
 needs_wall = pytest.mark.skipif(wall.missing() is not None, reason=f"no wall: {wall.missing()}")
 
 
-async def start(folder: Path, *arguments: str) -> asyncio.subprocess.Process:
+async def start(folder: Path, *arguments: str, **variables: str) -> asyncio.subprocess.Process:
     """The command in its own process, which forks."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "proxy", "run", *arguments),
         cwd=folder,
-        env={**os.environ, "AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY},
+        env={**os.environ, "AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY, **variables},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
 
 
-async def run(folder: Path, *arguments: str) -> tuple[int | None, str, str]:
-    process = await start(folder, *arguments)
+async def run(folder: Path, *arguments: str, **variables: str) -> tuple[int | None, str, str]:
+    process = await start(folder, *arguments, **variables)
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 
@@ -111,6 +114,45 @@ async def test_notes_that_are_no_file_end_nothing(
     async with asyncio.timeout(60):
         code, _, err = await run(tmp_path, *arguments)
     assert (code, "session s: 0 turns" in err) == (0, True), err
+
+
+async def test_commands_that_are_printed_work_where_they_are_printed(
+    proxy: RunningProxy, tmp_path: Path
+) -> None:
+    work = tmp_path / "a project"
+    work.mkdir()
+    store = ("--store", f"sqlite:///{tmp_path}/proxy.db")
+    at = ("--url", proxy.url, "--sandbox", "off")
+    _, _, err = await run(work, *at, *store, "--session", "a/b", "--", "true")
+    printed = [shlex.split(line) for line in err.splitlines() if line.startswith("  agentic-")]
+    assert [words[1] for words in printed] == ["sessions", "export"]
+    for _, *words in printed:
+        program = (sys.executable, "-m", "proxy", *words)
+        assert await (await asyncio.create_subprocess_exec(*program, cwd=work)).wait() == 0
+    assert (work / "session.jsonl").is_file()
+    _, _, err = await run(work, *at, "--session", "c", "--", "true")  # of another store than ours
+    (shown,) = [shlex.split(line) for line in err.splitlines() if line.startswith("  agentic-")]
+    environment = {**os.environ, "AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY}
+    program = (sys.executable, "-m", "proxy", *shown[1:])
+    asked = await asyncio.create_subprocess_exec(*program, cwd=work, env=environment)
+    assert (await asked.wait(), shown[1:4]) == (0, ["sessions", "show", "c"])
+    assert f"  {proxy.url}/#/trial/c   # exports it, too" in err
+
+
+async def test_refused_call_is_told_at_the_end_and_is_in_the_record(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    proxy = await start_proxy(max_context_tokens=1000)
+    (tmp_path / "agent.py").write_text(AGENT.replace('"Hi."', '"Hi. " * 5000'))
+    agent = ("--sandbox", "off", "--", sys.executable, "agent.py")
+    code, _, err = await run(tmp_path, "--url", proxy.url, "--session", "s", *agent)
+    assert code == 1
+    assert "session s: 0 turns" in err
+    (told,) = [line for line in err.splitlines() if line.startswith("  refused with 400: ")]
+    show = (sys.executable, "-m", "proxy", "sessions", "show", "s")
+    store = ("--store", f"sqlite:///{tmp_path}/proxy.db")
+    shown = await asyncio.create_subprocess_exec(*show, *store, stdout=asyncio.subprocess.PIPE)
+    assert told.strip() in (await shown.communicate())[0].decode().splitlines()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -200,6 +242,28 @@ async def test_without_a_program_the_lines_for_shells_are_printed(
         assert response.status == 200
 
 
+async def test_key_that_is_not_the_proxys_is_refused_with_the_variables_that_name_it(
+    proxy: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ADMIN_KEY", "of-another-proxy")
+    code, _, err = await run(tmp_path, "--url", proxy.url, "--", "true")
+    assert code == 2
+    assert "401 the control plane needs the admin key" in err
+    assert "set AGENTIC_PROXY_ADMIN_KEY_FILE to that file or AGENTIC_PROXY_ADMIN_KEY to the" in err
+
+
+async def test_proxy_whose_certificate_is_not_trusted_is_not_taken_for_none(tmp_path: Path) -> None:
+    authority = PrivateAuthority(tmp_path, "localhost")
+    async with authority.serving(web.Application()) as port:
+        given = ("--url", f"https://localhost:{port}", "--", "true")
+        code, _, err = await run(tmp_path, *given)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"the proxy at https://localhost:{port} is not trusted (" in err
+        assert "certificate authority belongs into SSL_CERT_FILE" in err
+        code, _, err = await run(tmp_path, *given, SSL_CERT_FILE=str(authority.ca))
+    assert (code, "not a proxy: GET /health: 404" in err) == (2, True), err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,6 +277,19 @@ async def test_wrong_arguments_are_refused(
     code, _, err = await run(tmp_path, *arguments)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(
+    "name", ["claude-code", "codex", "opencode", "qwen-code", "pi", "mini-swe-agent"]
+)
+def test_users_own_agent_keeps_its_home_and_is_not_told_that_it_is_in_a_sandbox(name: str) -> None:
+    agent = known_agents()[name]
+    own = agent.at_home(isolated=False)
+    assert own is not agent
+    assert agent.at_home(isolated=True) is agent
+    elsewhere = {"HOME", "CLAUDE_CONFIG_DIR", "CODEX_HOME", "IS_SANDBOX", "XDG_CONFIG_HOME"}
+    assert elsewhere & set(agent.env)
+    assert not elsewhere & set(own.env)
 
 
 def test_every_agent_of_the_examples_is_known_by_its_program() -> None:

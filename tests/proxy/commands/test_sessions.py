@@ -12,9 +12,11 @@ from proxy.cli import main
 from proxy.client import SessionHandle
 from proxy.records import Mark, Reward, RuleAction, SessionKind
 from proxy.store import open_store
-from tests.proxy.conftest import RunningProxy
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
+from tests.proxy.store.test_conformance import a_session
 
 CHAT = "chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hi."}]}
 
 
 @pytest.fixture
@@ -72,6 +74,30 @@ async def test_list_shows_turns_forks_and_rewards(
     assert "team/run-1" not in capsys.readouterr().out
 
 
+async def test_list_has_the_newest_sessions_and_says_how_many_are_older(
+    proxy: RunningProxy,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"s-{n:03}" for n in reversed(range(52))]  # the newest is first in the list
+    for name in names:
+        await proxy.control.create_session(name)
+
+    async def listed(*arguments: str) -> tuple[list[str], str]:
+        assert await run(tmp_path, "sessions", "list", *arguments) == 0
+        said = capsys.readouterr()
+        return [line.split()[0] for line in said.out.splitlines()[1:]], said.err
+
+    assert await listed() == (sorted(names), "")
+    assert await listed("--last", "2") == (["s-000", "s-001"], "50 older sessions: --last 52\n")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    on_a_terminal, told = await listed()
+    assert (len(on_a_terminal), told) == (50, "2 older sessions: --last 52\n")
+    assert await run(tmp_path, "sessions", "list", "--last", "0") == 2
+    assert "--last 0: give a number of at least 1" in capsys.readouterr().err
+
+
 async def test_list_shows_where_it_was_and_what_the_user_asked_for(
     proxy: RunningProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +118,34 @@ async def test_list_shows_where_it_was_and_what_the_user_asked_for(
     assert codex.split()[-4:] == ["shop", "Fix", "the", "test."]
     assert long.split()[-1] == "x" * 59 + "…"
     assert tags.split()[-1] == "shop"
+
+
+async def test_list_has_the_sessions_in_which_words_were_written_and_where(
+    proxy: RunningProxy,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.search.record.TURNS", 2)
+    asked = {"till": "Fix the till\x1b[31m, please.", "door": "Oil the door."}
+    for name, text in asked.items():
+        session = await proxy.session(trial_id=name)
+        body = {"messages": [{"role": "user", "content": text}]}
+        assert (await proxy.post(session, CHAT, body))[0] == 200
+    for _ in range(3):  # newer than what is found
+        assert (await proxy.post(session, CHAT, HELLO))[0] == 200
+    assert await run(tmp_path, "sessions", "list", "--search", "the TILL") == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[-1] == "found"
+    assert line.split()[0] == "till"
+    assert line.endswith("turn 0, user: …Fix the till␛[31m, please.…")
+    assert await run(tmp_path, "sessions", "list", "--search", "hello", "--prefix", "d") == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.endswith("turn 3, assistant: …Hello.…")
+    assert await run(tmp_path, "sessions", "list", "--search", "sum(") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert await run(tmp_path, "sessions", "list", "--search", "") == 2
+    assert "--search: give" in capsys.readouterr().err
 
 
 async def test_ratings_are_rewards_that_the_user_may_change_and_comments_are_shown(
@@ -133,16 +187,68 @@ async def test_tags_are_set_and_removed_and_select_what_is_exported(
     assert "none that `agentic-proxy run` started" in capsys.readouterr().err
 
 
-async def test_ended_session_is_deleted_and_an_open_one_is_not(
+async def test_session_is_deleted_also_if_its_agent_has_ended_without_completing_it(
+    proxy: RunningProxy,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY", "another")
+    for name in ("ended", "open"):
+        left = await proxy.session(trial_id=name)
+        assert (await proxy.post(left, CHAT, HELLO))[0] == 200
+    await proxy.control.complete("ended")
+    assert await run(tmp_path, "sessions", "delete", "ended") == 0
+    # The proxy that serves the store, whatever its port, ends an open one, if it gets its key.
+    assert await run(tmp_path, "sessions", "delete", "open") == 2
+    said = capsys.readouterr().err
+    assert "401" in said
+    store = f"--store sqlite:///{tmp_path}/proxy.db\n"
+    assert said.endswith(f"agentic-proxy sessions delete open --url http://HOST:PORT {store}")
+    monkeypatch.delenv("AGENTIC_PROXY_ADMIN_KEY")
+    (tmp_path / "proxy.db.admin-key").write_text(f"{ADMIN_KEY}\nan-older-one\n")
+    assert await run(tmp_path, "sessions", "delete", "open", "--url", "http://127.0.0.1:9") == 2
+    assert "the proxy at http://127.0.0.1:9 did not answer" in capsys.readouterr().err
+    assert await run(tmp_path, "sessions", "list", "--url", proxy.url) == 0
+    assert "open" in capsys.readouterr().out
+    assert await run(tmp_path, "sessions", "delete", "open") == 0
+    assert (await proxy.post(left, CHAT, HELLO))[0] == 401
+    for name in ("ended", "open"):
+        assert await run(tmp_path, "sessions", "delete", name) == 2
+        assert "is not in this store" in capsys.readouterr().err
+
+
+async def test_session_with_a_call_in_flight_is_not_deleted(
     proxy: RunningProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = await proxy.control.create_session("one")
+    session = await proxy.session(trial_id="one")
+    proxy.engine.token_delay_s = 600
+    calling = asyncio.create_task(proxy.post(session, CHAT, HELLO))
+    await proxy.engine.called.wait()
     assert await run(tmp_path, "sessions", "delete", "one") == 2
-    assert "is open; end its agent first" in capsys.readouterr().err
-    await proxy.control.complete(session.trial_id)
-    assert await run(tmp_path, "sessions", "delete", "one") == 0
-    assert await run(tmp_path, "sessions", "delete", "one") == 2
-    assert "is not in this store" in capsys.readouterr().err
+    assert "turn 0 is being answered; end its agent first" in capsys.readouterr().err
+    calling.cancel()
+
+
+@pytest.mark.usefixtures("session")
+async def test_store_of_a_run_is_named_by_the_runs_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "first"
+    folder.mkdir(parents=True)
+    listing = ["sessions", "list", "--store", str(folder)]
+    assert await asyncio.to_thread(main, listing) == 2
+    assert f"the file {folder}/sessions.db does not exist" in capsys.readouterr().err
+    (folder / "sessions.db").symlink_to(tmp_path / "proxy.db")
+    assert await asyncio.to_thread(main, listing) == 0
+    assert "team/run-1" in capsys.readouterr().out
+
+
+async def test_open_session_of_a_proxy_that_has_stopped_is_deleted(tmp_path: Path) -> None:
+    store = await open_store(f"sqlite:///{tmp_path}/proxy.db")
+    await store.create_session(a_session("left"))
+    await store.close()
+    assert await run(tmp_path, "sessions", "delete", "left") == 0
 
 
 async def test_list_shows_names_that_look_like_markup(
@@ -177,7 +283,7 @@ async def test_show_prints_the_whole_conversation_if_it_has_a_tokenizer(
     assert await run(tmp_path, "sessions", "show", "team/run-1", "--tokens") == 2
     assert "needs --model FOLDER" in capsys.readouterr().err
     assert await run(tmp_path, "sessions", "show", "unknown") == 2
-    assert "`agentic-proxy sessions list` prints all" in capsys.readouterr().err
+    assert "`agentic-proxy sessions list` lists them" in capsys.readouterr().err
 
 
 async def test_replay_exits_with_1_if_a_difference_exceeds_the_tolerance(

@@ -45,6 +45,13 @@ async def test_view_shows_a_store_after_the_fact(store_file: Path) -> None:
             assert response.status == 401
         async with http.post("/view/log_in", json={"secret": found[2]}) as response:
             assert response.status == 200
+        async with http.post("/view/log_in", json={"secret": found[2]}) as response:
+            told = (await response.json())["error"]["message"]
+        assert "agentic-proxy view-key create NAME --store URL" in told  # the link is used up
+        made = [*command[:3], "view-key", "create", "ana", "--store", str(store_file)]
+        key = (await (await asyncio.create_subprocess_exec(*made, stdout=-1)).communicate())[0]
+        async with http.post("/view/log_in", json={"secret": key.split()[0].decode()}) as response:
+            assert response.status == 200
         async with http.get("/view/sessions") as response:
             (session,) = (await response.json())["sessions"]
         async with http.get("/view/tokens?session=recorded&turn=0") as response:

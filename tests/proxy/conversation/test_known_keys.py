@@ -39,7 +39,7 @@ tools = st.sampled_from([[], [{"type": "function", "function": {"name": "f"}}]])
 def edited(draw: st.DrawFn, history: list[Message]) -> list[Message]:
     """What an agent sends after `history`: all or part of it, one message changed, and new ones."""
     kept = history[: draw(st.just(len(history)) | st.integers(0, len(history)))]
-    if kept and draw(st.booleans()):
+    if draw(st.booleans()) and kept:
         at = draw(st.integers(0, len(kept) - 1))
         name = draw(st.sampled_from([field.name for field in fields(Message)]))
         changed = replace(kept[at], **{name: getattr(draw(messages), name)})

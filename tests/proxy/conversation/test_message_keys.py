@@ -46,7 +46,7 @@ FIRST_RELEASE = {
 
 def test_keys_equal_those_in_existing_databases() -> None:
     key = conversation_keys(CONVERSATION)[-1]
-    stored = {
+    stored: dict[str, ConversationKey | RawKey] = {
         "keep": key,
         "follow": conversation_keys(CONVERSATION, with_reasoning=True)[-1],
         "answered": key.answered(Message("assistant", "Done.")),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from proxy.config import EngineConfig
-from proxy.engines.answer_check import MAX_LOGPROB, AnswerCheck
+from proxy.engines.answer_check import MAX_LOGPROB, MIN_LOGPROB, AnswerCheck
 from proxy.engines.protocol import Chunk, Engine, Sampling
 from proxy.engines.registry import make_engine
 from proxy.engines.vllm import VllmEngine
@@ -130,15 +130,19 @@ def check(**more: object) -> AnswerCheck:
     return AnswerCheck(Sampling(max_tokens=MAX_TOKENS), **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2 * MAX_LOGPROB])
-def test_log_probability_must_be_finite_and_at_most_zero(value: float) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), -float("inf"), 2 * MAX_LOGPROB, -5000.0, MIN_LOGPROB - 0.5],
+)
+def test_log_probability_must_be_one_that_a_sampled_token_can_have(value: float) -> None:
     for logprobs in ([value], [-0.5, value, -0.1], [value, -0.5, 0.0], [-0.5, 0.0, value]):
         with pytest.raises(EngineError, match=f"log-probability {value}"):
             check().take(Chunk([5] * len(logprobs), logprobs))
 
 
-def test_log_probability_slightly_above_zero_passes() -> None:
-    chunk = Chunk([5], [MAX_LOGPROB])
+@pytest.mark.parametrize("value", [MAX_LOGPROB, float(np.log(np.float64(1.4e-45)))])
+def test_log_probability_of_the_rarest_token_or_slightly_above_zero_passes(value: float) -> None:
+    chunk = Chunk([5], [value])
     assert check().take(chunk) is chunk
 
 

@@ -108,7 +108,7 @@ async def test_whole_answer_has_one_version_span(
 async def test_vllm_reports_versions_that_change_during_an_answer(server: ScriptedEngine) -> None:
     engine = VllmEngine(server.url)
     server.token_delay_s = 0.02
-    versions = ()
+    versions: tuple[VersionSpan, ...] = ()
     async for chunk in chunks_of(engine, PROMPT, Sampling(max_tokens=9), request_id="r"):
         server.version = 4
         versions = chunk.versions or versions

@@ -63,6 +63,7 @@ def test_preparation_is_known_by_its_tensors_alone() -> None:
         answer("AAAA"),
         answer(item(b"one"), tokens=0),
         b'{"token_ids": [365, 365], "features": {"kwargs_data": {"image": ["", ""]}}}',
+        answer(item(b"one")).replace(b"365,365", b"365,7,365", 1),
     ],
 )
 def test_answer_without_one_image_is_an_error(said: bytes) -> None:

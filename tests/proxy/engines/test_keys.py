@@ -59,7 +59,7 @@ async def test_every_route_except_health_needs_the_key(monkeypatch: pytest.Monke
         await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
 
     monkeypatch.setattr(RequireKey, "key", "secret", raising=False)
-    app = RequireKey(engine)  # type: ignore[arg-type]
+    app = RequireKey(engine)
     assert await status_of(app, "/health") == 200
     for path in ("/pause", "/update_weights", "/inference/v1/generate", "/v1/models", "/metrics"):
         assert await status_of(app, path) == 401

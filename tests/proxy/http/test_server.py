@@ -37,7 +37,7 @@ async def post(
         return response.status, await response.text()
 
 
-async def _chunks(body: bytes):  # type: ignore[no-untyped-def]
+async def _chunks(body: bytes):
     yield body
 
 

@@ -55,7 +55,8 @@ async def guarded() -> AsyncIterator[TestServer]:
 
     app = web.Application(middlewares=[web_guard(Hosts("127.0.0.1"))])
     app.router.add_route("*", "/{path:.*}", handle)
-    async with TestServer(app) as server:
+    server = TestServer(app)
+    async with server:
         yield server
 
 

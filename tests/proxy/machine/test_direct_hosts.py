@@ -14,6 +14,7 @@ import pytest
 import requests.utils
 import websockets.proxy
 import websockets.uri
+from yarl import URL
 
 import harbor_sdk.direct_hosts
 from proxy.errors import ConfigurationError
@@ -98,7 +99,7 @@ def goes_through_a_proxy(url: str) -> dict[str, bool]:
 
 async def _aiohttp_proxies(url: str) -> bool:
     try:
-        aiohttp.helpers.get_env_proxy_for_url(aiohttp.client.URL(url))
+        aiohttp.helpers.get_env_proxy_for_url(URL(url))
     except LookupError:
         return False
     return True

@@ -72,5 +72,5 @@ def test_store_password_is_taken_from_its_file(tmp_path: Path) -> None:
 
 def test_store_password_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     config = ProxyConfig(store="postgresql://agentic:secret@db/sessions")
-    cli._announce(None, config, "http://127.0.0.1:8000", "link")
+    cli._announce(None, config, "http://127.0.0.1:8000", [])
     assert "store postgresql://agentic@db/sessions" in capsys.readouterr().out

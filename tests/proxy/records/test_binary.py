@@ -20,12 +20,12 @@ from proxy.records import (
 from proxy.records.binary import RecordFormatError, decode_record, encode_record
 
 
-def experts() -> st.SearchStrategy[np.ndarray]:  # type: ignore[type-arg]
+def experts() -> st.SearchStrategy[np.ndarray]:
     shapes = st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 2))
     return st.one_of(arrays(np.uint8, shapes), arrays(np.uint16, shapes))
 
 
-def alternatives() -> st.SearchStrategy[np.ndarray]:  # type: ignore[type-arg]
+def alternatives() -> st.SearchStrategy[np.ndarray]:
     shapes = st.tuples(st.integers(0, 4), st.integers(1, 3))
     return arrays(ALTERNATIVE, shapes)
 

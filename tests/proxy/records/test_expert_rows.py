@@ -50,13 +50,13 @@ def test_every_token_with_a_recorded_row_has_its_own(
     task = Task("a", {})
     group = Group("g", task, [Rollout("t", task, RolloutStatus.DONE, 1.0, segments=segments)])
     (rollout,) = decode_group(encode_group(group)).rollouts
-    for path in flatten(rollout.segments):
-        if path.routing is None:
-            assert not covered & set(path.ids.tolist())
+    for whole in flatten(rollout.segments):
+        if whole.routing is None:
+            assert not covered & set(whole.ids.tolist())
             continue
-        known = path.routing.known
-        assert known.tolist() == [token in covered for token in path.ids.tolist()]
-        assert np.array_equal(path.routing.experts[known], rows_of(path.ids)[known])
+        known = whole.routing.known
+        assert known.tolist() == [token in covered for token in whole.ids.tolist()]
+        assert np.array_equal(whole.routing.experts[known], rows_of(whole.ids)[known])
 
 
 def test_a_turns_own_row_is_kept_when_a_later_call_computed_the_token_again() -> None:

@@ -50,7 +50,7 @@ def test_recorded_answer_of_vllm_is_decoded() -> None:
 )
 def test_rows_have_the_narrowest_type(dtype: str, highest: int, stored: str) -> None:
     rows = np.array([[[0, highest]]], dtype)
-    loaded = routed_experts.load(routed_experts.dump(rows))  # type: ignore[arg-type]
+    loaded = routed_experts.load(routed_experts.dump(rows))
     assert loaded is not None
     assert loaded.dtype == np.dtype(stored)
     assert loaded.tolist() == rows.tolist()
@@ -61,9 +61,9 @@ def test_rows_have_the_narrowest_type(dtype: str, highest: int, stored: str) -> 
     [
         b"",
         b"not npy",
-        routed_experts.dump(np.zeros((2, 2), np.uint8)),  # type: ignore[arg-type]
-        routed_experts.dump(np.full((1, 1, 1), -1)),  # type: ignore[arg-type]
-        routed_experts.dump(np.full((1, 1, 1), 2**16)),  # type: ignore[arg-type]
+        routed_experts.dump(np.zeros((2, 2), np.uint8)),
+        routed_experts.dump(np.full((1, 1, 1), -1)),
+        routed_experts.dump(np.full((1, 1, 1), 2**16)),
         routed_experts.dump(np.zeros((1, 1, 1), np.float32)),  # type: ignore[arg-type]
         (routed_experts.dump(np.zeros((3, 2, 2), np.uint8)) or b"")[:-1],
     ],

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from proxy.config import RenderingConfig
 from proxy.errors import ConfigurationError
 from proxy.rendering.chat_template import ChatTemplate, RunawayTemplate
-from proxy.rendering.rendering import Rendering, RenderingConfig
+from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 
 MESSAGES = [

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxy.engines.http_engine import HttpEngine
 from proxy.engines.protocol import Chunk, Sampling
 from proxy.engines.vllm import VllmEngine
 from proxy.errors import EngineError
@@ -27,7 +26,7 @@ from tests.proxy.pushed import pieces_of
 PROMPT = np.array([11, 12, 13], np.int32)
 ANSWER = [*range(100, 110), 2]
 STOP = (2,)
-WIRES: dict[str, type[HttpEngine]] = {
+WIRES: dict[str, type[VllmEngine | CompletionsEngine | SglangEngine]] = {
     "vllm": VllmEngine,
     "completions": CompletionsEngine,
     "sglang": SglangEngine,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ GROUPS, SIZE = 4, 8
 
 
 def write(
-    folder: Path, steps: Iterable[list[list[float | None]]], *, error: str = "exit code 2"
+    folder: Path, steps: Iterable[Sequence[Sequence[float | None]]], *, error: str = "exit code 2"
 ) -> Path:
     """Writes the rewards of each step's groups; None is a failed trial."""
     folder.mkdir(exist_ok=True)
@@ -127,6 +127,27 @@ def test_a_fall_from_the_best_is_a_collapse(tmp_path: Path) -> None:
     assert "entropy fell" in found["cause"]
 
 
+def test_a_low_start_that_gets_lower_is_a_collapse_with_smaller_updates_next(
+    tmp_path: Path,
+) -> None:
+    rng = random.Random(6)
+    steps = [sampled(rng, 0.26 - n / 240) for n in range(48)]
+    config = {"optimizer.lr": "0.0006"}
+    found = judged(write(tmp_path / "r", steps), config=config)
+    assert found["verdict"] == "collapsed"
+    assert "between the first and the last steps" in found["sentence"]
+    assert any("optimizer.lr=0.0002" in each["command"] for each in found["next"])
+
+
+def test_held_out_success_decides_over_a_fall_in_training(tmp_path: Path) -> None:
+    rng = random.Random(6)
+    folder = write(tmp_path / "r", [sampled(rng, 0.35 - n / 100) for n in range(30)])
+    assert judged(folder)["verdict"] == "collapsed"
+    evaluated(folder, "before", 0, [0.0] * 20 + [1.0] * 5)
+    evaluated(folder, "after", 30, [1.0] * 20 + [1.0] * 5)
+    assert judged(folder)["verdict"] == "learning"
+
+
 def test_failed_trials_are_grouped_with_the_last_lines_of_their_agent(tmp_path: Path) -> None:
     folder = write(tmp_path / "r", [[[None] * SIZE] * GROUPS])
     last = folder / "trials" / "g1-3-7-AbPKSthLiic7"
@@ -175,8 +196,8 @@ def test_chance_alone_is_seldom_called_learning_or_a_collapse(tmp_path: Path) ->
         folder = write(tmp_path / str(seed), [sampled(rng, 0.4) for _ in range(30)])
         words.append(judged(folder)["verdict"])
     assert words.count("learning") <= 4  # 2.5 % of 60, and what chance adds
-    assert words.count("collapsed") <= 1
-    assert words.count("not separating") >= 54
+    assert words.count("collapsed") <= 4
+    assert words.count("not separating") >= 52
 
 
 def test_the_loss_of_a_fine_tuning_is_judged_and_its_checkpoint_is_next(tmp_path: Path) -> None:

@@ -347,6 +347,32 @@ async def test_answer_recorded_by_a_write_that_seems_to_fail_is_replayed(
     assert await scene.ask() != [load_answer(recorded.answer).text]
 
 
+async def test_tree_is_read_once_more_if_a_write_failed_while_it_was_read(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.ask()
+    live, store = await scene.settled(), scene.process.store
+    undelivered, faults, reads = store.undelivered, [None, StoreError("no reply")], 0
+
+    async def meanwhile(session_id: str) -> Undelivered:
+        nonlocal reads
+        reads += 1
+        if faults:
+            live.stale = True  # as a call does whose write has failed
+            if (error := faults.pop()) is not None:
+                raise error
+        return await undelivered(session_id)
+
+    monkeypatch.setattr(store, "undelivered", meanwhile)
+    live.stale = True
+    with pytest.raises(StoreError):
+        await scene.process.ownership.settle(live)
+    assert live.stale
+    await scene.process.ownership.settle(live)
+    assert reads == 3
+    assert not live.stale
+
+
 @pytest.mark.parametrize("error", [StoreError("no reply"), CrashError(), asyncio.CancelledError()])
 async def test_closing_a_turn_is_tried_again_after_any_error(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, error: BaseException

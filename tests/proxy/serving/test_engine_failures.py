@@ -233,8 +233,9 @@ async def test_answer_goes_on_when_a_killed_engine_process_is_started_again(
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("route", [CHAT, "messages", "responses"])
 async def test_request_that_kills_its_engines_fails_in_its_dialect_and_the_session_goes_on(
-    route: str, stream: bool, proxy: RunningProxy
+    route: str, stream: bool, start_proxy: StartProxy
 ) -> None:
+    proxy = await start_proxy(limits={"keep_alive_s": 60})  # a stream begins with what keeps it
     ids, engine = says(proxy, TEXT), proxy.engine
     answers, port = engine.script, urlsplit(engine.url).port or 0
     ends: list[asyncio.Task[None]] = []

@@ -74,7 +74,7 @@ class Streamed:
 async def streamed(
     version: str = "1.1", **limits: float
 ) -> AsyncIterator[tuple[Streamed, asyncio.StreamReader]]:
-    call = Streamed(LimitsConfig(**limits))  # type: ignore[arg-type]
+    call = Streamed(LimitsConfig(**limits))
     app = web.Application()
     app.router.add_get("/", call.handle)
     runner = app_runner(app, handler_cancellation=True)

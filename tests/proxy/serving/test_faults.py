@@ -16,7 +16,6 @@ import pytest
 from proxy.config import SessionsConfig
 from proxy.errors import SessionError
 from proxy.records import TurnStatus
-from proxy.serving import sessions as sessions_module
 from proxy.serving.sessions import Sessions
 from proxy.settings.profiles import Profiles
 from proxy.store.sqlite import SqliteStore
@@ -113,7 +112,7 @@ async def test_session_expires_when_the_clock_passes_its_expiry(
     sessions = Sessions(store, SessionsConfig(ttl_s=10), Profiles({}))
     _, key = await sessions.create("t")
     now = time.time
-    monkeypatch.setattr(sessions_module.time, "time", lambda: now() + 11)
+    monkeypatch.setattr(time, "time", lambda: now() + 11)
     for _ in range(2):
         with pytest.raises(SessionError) as caught:
             await sessions.authorise(key, None)

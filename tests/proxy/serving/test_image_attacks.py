@@ -23,6 +23,7 @@ from tests.proxy.serving.test_images import (
     asked,
     chat,
     encoded,
+    gemma_checkpoint,
     name,
     proxy,
     said,
@@ -32,7 +33,7 @@ from tests.proxy.serving.test_images import (
     url,
 )
 
-__all__ = ["proxy", "seeing", "seeing_checkpoint", "start"]
+__all__ = ["gemma_checkpoint", "proxy", "seeing", "seeing_checkpoint", "start"]
 FORGED = mark(name(FIRST))
 PAD = "<|vision_start|><|image_pad|><|vision_end|>"
 READ = {"type": "function", "function": {"name": "Read", "parameters": {"type": "object"}}}

@@ -86,13 +86,21 @@ async def test_branch_is_answered_from_the_record_and_goes_on_with_all_images(
 
 MESSAGES = "messages"
 CHAT = "chat/completions"
+RESPONSES = "responses"
 
 
 def look(route: str, number: int, picture: bytes) -> list[Any]:
-    """What an agent sends after an answer: a picture, as a tool's result in the dialect that has
+    """What an agent sends after an answer: a picture, as a tool's result in the dialects that have
     pictures there."""
     if route == CHAT:
         return [asked("And", picture)]
+    if route == RESPONSES:
+        named = {"name": "view_image", "arguments": f'{{"path": "{number}.png"}}'}
+        view = {"type": "input_image", "image_url": url(picture)}
+        return [
+            {"type": "function_call", "call_id": f"c{number}", **named},
+            {"type": "function_call_output", "call_id": f"c{number}", "output": [view]},
+        ]
     source = {"type": "base64", "media_type": "image/png", "data": encoded(picture)}
     read = {"type": "tool_use", "id": f"t{number}", "name": "Read", "input": {"n": number}}
     result = {"type": "tool_result", "tool_use_id": f"t{number}"}
@@ -109,16 +117,20 @@ async def run(proxy: RunningProxy, session: SessionHandle, route: str) -> None: 
     for number, picture in enumerate((b"", FIRST, SECOND, FIRST)):
         if picture:
             history += look(route, number, picture)
-        body = {"model": "m", "messages": history, "max_tokens": 50}
+        body: dict[str, Any] = {"model": "m", "messages": history, "max_tokens": 50}
+        if route == RESPONSES:
+            body = {"model": "m", "input": history, "max_output_tokens": 50}
         status, answer = await proxy.post(session, route, body)
         assert status == 200, answer
         if route == CHAT:
             history.append(said(answer))
+        elif route == RESPONSES:
+            history += answer["output"]
         else:
             history.append({"role": "assistant", "content": answer["content"]})
 
 
-@pytest.mark.parametrize("route", [CHAT, MESSAGES])
+@pytest.mark.parametrize("route", [CHAT, MESSAGES, RESPONSES])
 async def test_agent_that_is_run_again_from_any_turn_leaves_the_same_record(
     proxy: RunningProxy,  # noqa: F811
     route: str,

@@ -28,7 +28,12 @@ from proxy.store.retention import remove_old_sessions
 from proxy.testing.scripted_engine import Fault, ScriptedEngine
 from proxy.testing.scripted_images import PICTURE, UNREADABLE
 from proxy.token_tree.paths import prefix, prefix_images
-from tests.proxy.checkpoint import PICTURES, write_checkpoint
+from tests.proxy.checkpoint import (
+    PICTURES,
+    gemma_template,
+    write_checkpoint,
+    write_gemma_checkpoint,
+)
 from tests.proxy.conftest import RunningProxy, StartProxy, starting_proxies
 from tests.proxy.extras.pdf_pages.test_pages import document
 
@@ -66,20 +71,27 @@ def seeing_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("seeing"), template=PICTURES)
 
 
-@pytest.fixture(scope="session", params=["auto", "template"])
-def seeing(request: pytest.FixtureRequest, seeing_checkpoint: Path) -> Rendering:
-    """With the family's renderer, and with the checkpoint's own template."""
-    config = RenderingConfig(renderer=request.param)
-    return Rendering(load_tokenizer(seeing_checkpoint), config)
+@pytest.fixture(scope="session")
+def gemma_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gemma_checkpoint(tmp_path_factory.mktemp("gemma3"), gemma_template())
+
+
+@pytest.fixture(scope="session", params=["auto", "template", "gemma3"])
+def seeing(
+    request: pytest.FixtureRequest, seeing_checkpoint: Path, gemma_checkpoint: Path
+) -> Rendering:
+    """With the family's renderer, and with the checkpoint's own template, also Gemma 3's."""
+    gemma = request.param == "gemma3"
+    config = RenderingConfig(renderer="template" if gemma else request.param)
+    return Rendering(load_tokenizer(gemma_checkpoint if gemma else seeing_checkpoint), config)
 
 
 @pytest.fixture
-async def start(
-    seeing_checkpoint: Path, seeing: Rendering, tmp_path: Path
-) -> AsyncIterator[StartProxy]:
+async def start(seeing: Rendering, tmp_path: Path) -> AsyncIterator[StartProxy]:
+    checkpoint = Path(seeing.tokenizer.name_or_path)
     async with (
         AsyncExitStack() as stack,
-        starting_proxies(seeing_checkpoint, seeing, tmp_path) as start,
+        starting_proxies(checkpoint, seeing, tmp_path) as start,
     ):
 
         async def begun(*, rendering_more: Any = None, **more: Any) -> RunningProxy:
@@ -149,7 +161,8 @@ async def test_pixels_are_sent_to_an_engine_once(proxy: RunningProxy) -> None:
     session = await proxy.session()
     answer = await chat(proxy, session, asked(FIRST, "What?"))
     await chat(proxy, session, asked(FIRST, "What?"), said(answer), asked("Again?", SECOND))
-    first, second = (call.features["kwargs_data"]["image"] for call in proxy.engine.calls)
+    features = [call.features or {} for call in proxy.engine.calls]
+    first, second = (each["kwargs_data"]["image"] for each in features)
     assert all(first)
     assert second[0] is None
     assert second[1]

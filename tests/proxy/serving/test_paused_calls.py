@@ -69,7 +69,7 @@ async def filled(
         await engine.checked.wait()
     engine.faults = [Fault("stall")]
     holder = await proxy.session()
-    held = asyncio.create_task(proxy.post(holder, CHAT, chat("I hold the cache."), timeout_s=3600))
+    held = asyncio.create_task(proxy.post(holder, CHAT, chat("I hold the cache."), 3600))
     await engine.called.wait()
     return Full(proxy, holder, held)
 

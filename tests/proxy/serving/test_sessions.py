@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,7 +189,12 @@ async def test_a_session_that_ends_gives_back_the_memory_of_its_keys(
     proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     used, keys = set[KnownKeys](), KnownKeys.keys
-    monkeypatch.setattr(KnownKeys, "keys", lambda own, *a, **k: used.add(own) or keys(own, *a, **k))
+
+    def noted(own: KnownKeys, *args: Any, **more: Any) -> Any:
+        used.add(own)
+        return keys(own, *args, **more)
+
+    monkeypatch.setattr(KnownKeys, "keys", noted)
     session = await proxy.session()
     messages = [{"role": "user", "content": str(number)} for number in range(20)]
     status, reply = await proxy.post(session, CHAT, {"messages": messages})

@@ -120,7 +120,9 @@ async def test_turn_is_read_back_bit_for_bit(store: Store) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-async def test_routed_experts_are_read_back_in_their_type(store: Store, dtype: type) -> None:
+async def test_routed_experts_are_read_back_in_their_type(
+    store: Store, dtype: type[np.uint8 | np.uint16]
+) -> None:
     await store.create_session(a_session())
     experts = (np.arange(12).reshape(3, 2, 2) * 20).astype(dtype)
     turns = [
@@ -340,6 +342,16 @@ async def test_reward_is_idempotent_by_key(store: Store) -> None:
     session = await store.get_session("task/7-a")
     assert session is not None
     assert session.rewards == [first, branch]
+
+
+async def test_living_processes_that_serve_the_store_are_known(opener: Opener) -> None:
+    one, two, three = [await opener() for _ in range(3)]
+    await one.announce("http://127.0.0.1:1")
+    await two.announce("unix:/tmp/two")
+    assert sorted(await three.serving()) == ["http://127.0.0.1:1", "unix:/tmp/two"]
+    await one.announce(None)
+    await two.close()
+    assert await three.serving() == []
 
 
 async def test_rating_replaces_the_one_before_and_no_other_reward(store: Store) -> None:

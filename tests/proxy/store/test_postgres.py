@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from proxy.errors import StoreError
+from proxy.errors import ConfigurationError, StoreError
 from proxy.records import TurnStatus
+from proxy.store import postgres_owner
 from proxy.store.postgres import PostgresStore
 from tests.needs import needs
 from tests.postgres_server import binaries, empty_database, postgres_process
@@ -34,6 +35,15 @@ async def pair(postgres: str) -> AsyncIterator[tuple[PostgresStore, PostgresStor
 async def lose_lock(store: PostgresStore) -> None:
     """As a restart of PostgreSQL does."""
     await store._owner.release()
+
+
+async def noticed(store: PostgresStore) -> None:
+    """Returns when the store knows that its connections are broken."""
+    for _ in range(1_000_000):
+        if store._owner._is_lost and not store._pool.get_size():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("a connection to a killed server still counts as open")
 
 
 async def test_proxy_that_lost_its_lock_does_not_answer_a_turn_that_was_cut(
@@ -105,3 +115,54 @@ async def test_pool_of_a_killed_server_logs_lines_and_no_tracebacks(
     assert "Traceback" not in caplog.text
     assert "connection floor" in caplog.text
     assert "\n" not in first.getMessage()
+
+
+@needs(None if binaries() else "PostgreSQL is not installed: apt-get install postgresql")
+async def test_statements_wait_while_postgres_is_restarted() -> None:
+    programs = binaries()
+    assert programs is not None
+    with postgres_process(programs) as server:
+        store = await PostgresStore.open(server.url)
+        await store.create_session(a_session())
+        server.kill()
+        await noticed(store)
+        await store.announce(None)  # a proxy that stops meanwhile does not wait
+        begun = asyncio.create_task(store.begin_turn(an_intent()))
+        read = asyncio.create_task(store.get_session(ID))
+        await asyncio.to_thread(server.start)
+        await asyncio.wait_for(begun, 60)
+        session = await asyncio.wait_for(read, 60)
+        assert session is not None
+        assert session.session_id == ID
+        (turn,) = await store.get_turns(ID)
+        assert turn.status is TurnStatus.OPEN
+        await store.close()
+
+
+@needs(None if binaries() else "PostgreSQL is not installed: apt-get install postgresql")
+async def test_statements_fail_when_postgres_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_owner, "PATIENCE_S", 0.0)
+    programs = binaries()
+    assert programs is not None
+    with postgres_process(programs) as server:
+        store = await PostgresStore.open(server.url)
+        server.kill()
+        await noticed(store)
+        with pytest.raises(StoreError, match=r"the store failed: .*Connect call failed"):
+            await store.get_session(ID)
+        await store.close()
+
+
+@pytest.mark.parametrize("given", ["", ":secret"])
+async def test_missing_password_is_told_where_to_put_it(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: object, **__: object) -> None:
+        raise asyncpg.InvalidPasswordError('password authentication failed for user "me"')
+
+    monkeypatch.setattr(asyncpg, "create_pool", refused)
+    with pytest.raises(ConfigurationError) as raised:
+        await PostgresStore.open(f"postgresql://me{given}@127.0.0.1/sessions")
+    told = "name its file in AGENTIC_PROXY_STORE_PASSWORD_FILE" in raised.value.message
+    assert told is not bool(given)
+    assert "secret" not in raised.value.message

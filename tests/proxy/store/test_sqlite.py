@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sqlite3
 import subprocess
@@ -22,6 +23,19 @@ from proxy.records import Turn, TurnStatus
 from proxy.store import open_store, sqlite_group_commit
 from proxy.store.sqlite import SqliteStore
 from tests.proxy.store.test_conformance import a_session, an_intent
+
+
+async def test_files_of_a_store_are_read_by_their_user_only(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        store = await open_store(f"sqlite:///{tmp_path}/in-a-repository.db")
+        await store.create_session(a_session())
+        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+        await store.close()
+    finally:
+        os.umask(before)
+    assert {"in-a-repository.db", "in-a-repository.db-wal"} <= modes.keys()
+    assert set(modes.values()) == {0o600}
 
 
 async def test_full_store_refuses_the_call_and_recovers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.engines.last_prompts import LastPrompts
-from proxy.records import EMPTY_IDS, Ids
+from proxy.records import EMPTY_IDS, Ids, ImageSpan
 from proxy.token_tree import paths
 from proxy.token_tree.paths import LastPrompt, prefix
 
@@ -22,6 +22,7 @@ class _Turn:
     shared_tokens: int
     prompt_ids: Ids
     sampled_ids: Ids
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def path_tokens(self) -> int:

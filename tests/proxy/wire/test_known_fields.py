@@ -33,13 +33,13 @@ chat_template_kwargs continue_final_message task reasoning_effort
 """
 """The fields of `ChatCompletionRequest` in SGLang's `protocol.py` (commit 004c82e) that are not in
 OpenAI's SDK; its `CompletionRequest` has no other ones."""
-ROUTES = {
+ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("chat/completions", {"messages": [{"role": "user", "content": "Hi."}]}),
     "completions": ("completions", {"prompt": "Hi."}),
     "messages": ("messages", {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 9}),
     "responses": ("responses", {"input": "Hi."}),
 }
-VLLM = Path(str((find_spec("vllm") or find_spec("pytest")).origin)).parent  # type: ignore[union-attr]
+VLLM = Path(str((find_spec("vllm") or find_spec("pytest")).origin)).parent
 VLLM_CLASSES = {
     "chat": ("chat_completion/protocol.py", "ChatCompletionRequest"),
     "completions": ("completion/protocol.py", "CompletionRequest"),
@@ -186,7 +186,7 @@ def test_honoured_fields_reach_the_call(dialect: str) -> None:
         return call
 
     chat_tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    own = {
+    own: dict[str, dict[str, Any]] = {
         "chat": {
             "logprobs": True,
             "tools": [chat_tool],
@@ -196,7 +196,7 @@ def test_honoured_fields_reach_the_call(dialect: str) -> None:
         "messages": {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"}},
         "responses": {"tools": [{"type": "function", "name": "f", "parameters": {}}]},
         "completions": {},
-    }[dialect]
+    }
     beside: dict[str, dict[str, Any]] = {
         "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
         "continue_final_message": {
@@ -205,7 +205,7 @@ def test_honoured_fields_reach_the_call(dialect: str) -> None:
     }
     for name in HONOURED[dialect]:
         extra = {k: v for k, v in beside.get(name, {}).items() if k in HONOURED[dialect]}
-        example = own.get(name, EXAMPLES[name])
+        example = own[dialect].get(name, EXAMPLES[name])
         if name == "logprobs" and dialect == "completions":
             example = 1
         assert parsed(**extra, **{name: example}) != parsed(**extra), name

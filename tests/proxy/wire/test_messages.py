@@ -254,7 +254,10 @@ async def test_answer_with_a_prefill_is_continued(proxy: RunningProxy, stream: b
 async def test_call_without_its_result_cannot_be_continued(proxy: RunningProxy) -> None:
     session = await proxy.session()
     use = {"type": "tool_use", "id": "toolu_1", "name": "shell", "input": {}}
-    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": [use]}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": [use]},
+    ]
     status, reply = await proxy.post(session, "messages", body(messages))
     assert (status, "tool_use" in reply["error"]["message"]) == (400, True)
 
@@ -316,7 +319,8 @@ async def test_returned_arguments_that_are_not_json_are_the_same_call(proxy: Run
 async def test_tool_that_is_not_offered_cannot_be_forced(proxy: RunningProxy) -> None:
     session = await proxy.session()
     request = body([{"role": "user", "content": "Hi."}])
-    for more in ({"tool_choice": {"type": "tool", "name": "other"}}, {"tools": []}):
+    other = {"tool_choice": {"type": "tool", "name": "other"}}
+    for more in (other, {"tools": list[Any]()}):
         asked = {**request, "tool_choice": {"type": "any"}, **more}
         status, reply = await proxy.post(session, "messages", asked)
         assert (status, "tool_choice" in reply["error"]["message"]) == (400, True)

@@ -21,6 +21,7 @@ from trainer.algorithms.returns import Returns
 from trainer.batch import Batch, build_batch
 
 Array = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 EPS = 1e-6
 seeds = st.integers(0, 2**32 - 1)
 
@@ -232,7 +233,7 @@ def centred_by_hand(rollouts: list[list[tuple[float, float, float]]]) -> list[li
         for t, (reward, share, extra) in enumerate(turns):
             to_go = len(turns) - t
             same = [other[-to_go][2] for other in rollouts if len(other) >= to_go]
-            row.append(share * (reward - mean) + extra - np.mean(same))
+            row.append(float(share * (reward - mean) + extra - np.mean(same)))
         out.append(row)
     return out
 
@@ -384,7 +385,7 @@ def test_kl_in_the_reward_is_a_reward_of_each_token_under_gae() -> None:
 
 
 def gae_oracle(
-    rewards: Array, values: Array, sequence: Array, gamma: float, lam: float
+    rewards: Array, values: Array, sequence: IntArray, gamma: float, lam: float
 ) -> tuple[Array, Array]:
     advantages = np.zeros_like(values)
     for s in np.unique(sequence):
@@ -404,8 +405,8 @@ def test_gae_by_token_and_by_turn_matches_numpy(seed: int, gamma: float, lam: fl
     sequence = np.sort(rng.integers(0, 4, size))
     turns = np.sort(rng.integers(0, 4, size))
     rewards, values = rng.normal(size=(2, size))
-    columns = [torch.as_tensor(x) for x in (rewards, values, sequence)]
     gae = Gae(gamma=gamma, lam=lam)
+    columns = torch.as_tensor(rewards), torch.as_tensor(values), torch.as_tensor(sequence)
     got = gae.by_token(*columns)
     for mine, expected in zip(got, gae_oracle(rewards, values, sequence, gamma, lam), strict=True):
         np.testing.assert_allclose(mine.numpy(), expected, atol=1e-9)

@@ -95,6 +95,6 @@ def test_any_log_probability_is_refused_or_trained_with_finite_gradients(
     losses = algorithm.loss(batch)(logprobs, entropy, torch.arange(len(trained))).losses
     assert torch.isfinite(losses).all()
     if losses.requires_grad:
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        losses.sum().backward()
     for gradient in (logprobs.grad, entropy.grad):
         assert gradient is None or torch.isfinite(gradient).all()

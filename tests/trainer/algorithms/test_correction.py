@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -36,8 +38,8 @@ def random_columns(seed: int) -> tuple[Array, Array]:
     return rng.normal(0, 0.5, size), np.sort(rng.integers(0, 6, size))
 
 
-def spread(values: Array, sequence: Array, function: object) -> Array:
-    return np.array([function(values[sequence == s]) for s in sequence])  # type: ignore[operator]
+def spread(values: Array, sequence: Array, function: Callable[[Array], float]) -> Array:
+    return np.array([function(values[sequence == s]) for s in sequence])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -45,8 +47,8 @@ def spread(values: Array, sequence: Array, function: object) -> Array:
 @given(seed=seeds)
 def test_truncated_and_masked_weights_match_numpy_at_every_level(level: Level, seed: int) -> None:
     log_w, sequence = random_columns(seed)
-    over = {"token": lambda x: x, "sequence": np.sum, "geometric": np.mean}[level]
-    raw = np.exp(log_w if level == "token" else spread(log_w, sequence, over))
+    over: dict[str, Callable[[Array], float]] = {"sequence": np.sum, "geometric": np.mean}
+    raw = np.exp(log_w if level == "token" else spread(log_w, sequence, over[level]))
     columns = (torch.as_tensor(log_w), torch.as_tensor(sequence))
     truncated = Truncate(level=level, upper=1.3).weights(*columns).numpy()
     np.testing.assert_allclose(truncated, np.minimum(raw, 1.3), rtol=1e-12)
@@ -54,13 +56,13 @@ def test_truncated_and_masked_weights_match_numpy_at_every_level(level: Level, s
     np.testing.assert_allclose(masked, np.where((raw >= 0.7) & (raw <= 1.3), raw, 0), rtol=1e-12)
 
 
-K = {
+K: dict[str, Callable[[Array], Array]] = {
     "k1": lambda x: x,
     "k2": lambda x: 0.5 * x**2,
     "k3": lambda x: np.exp(-x) - 1 + x,
     "abs": np.abs,
 }
-K_GRADIENT = {
+K_GRADIENT: dict[str, Callable[[Array], Array]] = {
     "k1": np.ones_like,
     "k2": lambda x: x,
     "k3": lambda x: 1 - np.exp(-x),
@@ -87,12 +89,16 @@ def test_kl_estimators_and_their_gradients_match_numpy(estimator: str, seed: int
 def test_rejection_by_divergence_matches_numpy(estimator: str, scope: Scope, seed: int) -> None:
     log_w, sequence = random_columns(seed)
     estimate = K[estimator](-log_w)
-    over = {"sequence_sum": np.sum, "sequence_mean": np.mean, "sequence_max": np.max}
+    over: dict[str, Callable[[Array], float]] = {
+        "sequence_sum": np.sum,
+        "sequence_mean": np.mean,
+        "sequence_max": np.max,
+    }
     if scope != "token":
         estimate = spread(estimate, sequence, over[scope])
     lower = -0.2 if estimator == "k1" else None
     expected = (estimate <= 0.1) & (estimate >= (-np.inf if lower is None else lower))
-    part = Divergence(estimator=estimator, scope=scope, lower=lower, upper=0.1)  # type: ignore[arg-type]
+    part = Divergence(estimator=estimator, scope=scope, lower=lower, upper=0.1)
     got = part.keeps(torch.as_tensor(log_w), torch.as_tensor(sequence))
     assert (got.numpy() == expected).all()
 

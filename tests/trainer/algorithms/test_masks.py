@@ -15,6 +15,7 @@ from agent_loop.records import Group, Rollout, Task
 from tests.trainer.algorithms.test_advantages import batch_of, trial
 from tests.trainer.algorithms.test_turn_rewards import trial as trial_of_turns
 from trainer.algorithms import Algorithm, AlgorithmConfig
+from trainer.algorithms.correction import REJECTIONS
 from trainer.algorithms.presets import PRESETS
 from trainer.batch import Batch, trained_batch
 from trainer.errors import TrainingError
@@ -25,7 +26,9 @@ TASK = Task("t", {})
 
 VETO = {"name": "veto", "min_ratio": 0.5}
 SPREAD = {"name": "divergence", "estimator": "abs", "scope": "token", "upper": 0.4}
+BINARY = {"name": "binary_divergence", "upper": 0.4}
 MOMENT = {"name": "second_moment", "threshold": 0.04}
+REJECTS = (VETO, SPREAD, BINARY, MOMENT)
 TERMS: dict[str, dict[str, Any]] = {
     "policy": {},
     "entropy": {"entropy_coefficient": 0.1},
@@ -62,7 +65,7 @@ def gradient(batch: Batch, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("groups", ["all", "with_signal"])
-@pytest.mark.parametrize("reject", [VETO, SPREAD, MOMENT], ids=lambda part: part["name"])
+@pytest.mark.parametrize("reject", REJECTS, ids=lambda part: part["name"])
 @pytest.mark.parametrize("term", TERMS)
 def test_rejected_token_is_trained_by_no_term(
     term: str, reject: dict[str, Any], groups: str
@@ -79,6 +82,10 @@ def test_rejected_token_is_trained_by_no_term(
     kept = [token for token in range(6) if token not in rejected]  # of the group with signal
     trained = by_entropy if term == "entropy" else by_logprob
     assert (trained[kept] != 0).all()
+
+
+def test_no_rejection_is_left_out_of_the_test_above() -> None:
+    assert {part["name"] for part in REJECTS} == set(REJECTIONS.names)
 
 
 def test_threshold_of_m2po_is_of_the_tokens_that_are_trained() -> None:

@@ -32,7 +32,7 @@ def test_losses_learn(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES.names) - {"none"}))
 def test_advantages_learn(name: str) -> None:
-    critic = {"critic": {}} if name == "gae" else {}
+    critic: dict[str, Any] = {"critic": {}} if name == "gae" else {}
     assert found(advantage=name, **critic) == []
 
 

@@ -99,7 +99,7 @@ def verl() -> Any:
     sys.modules.update({name: MagicMock() for name in stubbed})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        core = importlib.import_module("verl.trainer.ppo.core_algos")
+        core: Any = importlib.import_module("verl.trainer.ppo.core_algos")
         core.correction = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
     for name in [n for n in sys.modules if n in stubbed or n.split(".")[0] == "verl"]:
         del sys.modules[name]
@@ -161,10 +161,10 @@ def test_policy_losses_match_verl(verl: Any, name: str, seed: int) -> None:
         config=actor_config(verl),
         rollout_is_weights=w,
     )[0]
-    flat = [data.flat(x) for x in (data.logp, data.old, data.adv)]
+    logp, old, adv = (data.flat(x) for x in (data.logp, data.old, data.adv))
     log_w = data.flat(data.old - data.behaviour)
     weights = Truncate(upper=1.2).weights(log_w, data.sequence)
-    mine = loss.losses(*flat, data.sequence).losses * weights
+    mine = loss.losses(logp, old, adv, data.sequence).losses * weights
     data.same(data.total(mine, VERL_MODES[mode]), theirs)
 
 
@@ -233,10 +233,10 @@ def test_rollout_correction_matches_verl(verl: Any, seed: int) -> None:
     for level in ("token", "sequence"):
         weigh = verl.correction.compute_rollout_correction_weights
         theirs = data.flat(weigh(log_w, data.mask, level, 1.3)[0])
-        mine = Truncate(level=level, upper=1.3).weights(flat, data.sequence)  # type: ignore[arg-type]
+        mine = Truncate(level=level, upper=1.3).weights(flat, data.sequence)
         torch.testing.assert_close(mine, theirs)
         theirs = data.flat(weigh(log_w, data.mask, level, "0.2_5.0")[0])
-        mine = Mask(level=level, lower=0.2, upper=5.0).weights(flat, data.sequence)  # type: ignore[arg-type]
+        mine = Mask(level=level, lower=0.2, upper=5.0).weights(flat, data.sequence)
         torch.testing.assert_close(mine, theirs)
     scopes = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean"}
     for prefix, scope in scopes.items():
@@ -293,9 +293,9 @@ def test_losses_match_trl(name: str, seed: int) -> None:
     data = Padded.random(seed)
     level, aggregation, loss = TRL_LOSSES[name]
     loss_type = name.split("-")[0]
-    flat = [data.flat(x) for x in (data.logp, data.old, data.adv)]
-    kl = K3().divergence(flat[0], data.flat(data.behaviour))
-    mine = loss.losses(*flat, data.sequence).losses + 0.04 * kl
+    logp, old, adv = (data.flat(x) for x in (data.logp, data.old, data.adv))
+    kl = K3().divergence(logp, data.flat(data.behaviour))
+    mine = loss.losses(logp, old, adv, data.sequence).losses + 0.04 * kl
     theirs = trl_loss(data, loss_type, level)
     data.same(data.total(mine, aggregation), theirs)
 

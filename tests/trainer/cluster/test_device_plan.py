@@ -14,6 +14,7 @@ from transformers import Qwen3Config
 from proxy.engines.vllm_server import VllmConfig
 from trainer import start
 from trainer.cluster import device_plan, local
+from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.device_plan import DevicePlan, Gpu, fitted, plan_devices
 from trainer.cluster.local import LocalCluster
 from trainer.cluster.local_engine import replica_server
@@ -59,7 +60,7 @@ def planned(model: Path, gpus: Sequence[Gpu], /, **sections: dict[str, Any]) -> 
 
 
 def test_ranks_and_engines_have_gpus_of_their_own_if_there_are_enough(model: Path) -> None:
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "trainer": {"ranks": 2, "mode": "separate"},
         "engine": {"replicas": 3, "args": ("--tensor-parallel-size", "2")},
         "rollout": {"concurrency": 1000},
@@ -74,10 +75,10 @@ def test_ranks_and_engines_have_gpus_of_their_own_if_there_are_enough(model: Pat
 
 
 def test_ranks_that_share_micro_batches_are_named_and_need_less(model: Path) -> None:
-    sections = {"trainer": {"ranks": 4}, "engine": {"urls": ("http://127.0.0.1:1",)}}
-    alone = planned(model, [LARGE] * 4, **sections)
-    sections["trainer"] = {"ranks": 4, "context_parallel": 2}
-    plan = planned(model, [LARGE] * 4, **sections)
+    engine = {"urls": ("http://127.0.0.1:1",)}
+    alone = planned(model, [LARGE] * 4, engine=engine, trainer={"ranks": 4})
+    trainer = {"ranks": 4, "context_parallel": 2}
+    plan = planned(model, [LARGE] * 4, engine=engine, trainer=trainer)
     assert plan.rank.passes is not None
     assert alone.rank.passes is not None
     assert plan.rank.passes < 0.8 * alone.rank.passes
@@ -88,10 +89,10 @@ def test_ranks_that_share_micro_batches_are_named_and_need_less(model: Path) -> 
 
 
 def test_copies_of_the_weights_are_named_and_each_has_fewer_shards(model: Path) -> None:
-    sections = {"trainer": {"ranks": 4}, "engine": {"urls": ("http://127.0.0.1:1",)}}
-    alone = planned(model, [LARGE] * 4, **sections)
-    sections["trainer"] = {"ranks": 4, "weight_copies": 2}
-    plan = planned(model, [LARGE] * 4, **sections)
+    engine = {"urls": ("http://127.0.0.1:1",)}
+    alone = planned(model, [LARGE] * 4, engine=engine, trainer={"ranks": 4})
+    trainer = {"ranks": 4, "weight_copies": 2}
+    plan = planned(model, [LARGE] * 4, engine=engine, trainer=trainer)
     assert plan.rank.resident == pytest.approx(2 * alone.rank.resident, rel=1e-6)
     assert plan.rank.passes == alone.rank.passes
     assert "rank 2 (copy 1 of the weights), " in list(plan.describe())[2]
@@ -323,9 +324,10 @@ def test_machine_without_rank_0_needs_no_gpus_for_engines(
     torchrun = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     torchrun["LOCAL_RANK"] = "1"
     monkeypatch.setattr(start, "gpus_here", lambda: [LARGE] * 2)
-    given = config(
+    ranks = config(
         model, trainer={"ranks": 4, "mode": "separate"}, engine={"replicas": 2, "sleep": False}
     )
+    given = ProcessesConfig.model_validate(ranks.model_dump())
     other = start._fitted_follower(given, Seat(3, 4, "file:///a", 1), torchrun | {"RANK": "3"})
     assert other.engine == given.engine
     with pytest.raises(ConfigError, match="GPUs for engines: 2"):
@@ -374,7 +376,7 @@ def test_engine_process_sees_its_own_gpus_only(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,7")
     settings = {"model": {"path": model}, "engine": {"replicas": 2}}
     cluster = LocalCluster(
-        local.ProcessesConfig.model_validate(settings),
+        ProcessesConfig.model_validate(settings),
         RunFolder.create(tmp_path / "run"),
         None,  # type: ignore[arg-type]
     )

@@ -34,8 +34,10 @@ class FakeCluster(LocalCluster):
         new_server = replica_server(self._config, self._folder, number, FakeServer)
 
         def make() -> FakeServer:
-            self.servers.append(new_server())
-            return self.servers[-1]
+            server = new_server()
+            assert isinstance(server, FakeServer)
+            self.servers.append(server)
+            return server
 
         return LocalReplica(make)
 

@@ -45,11 +45,14 @@ def main() -> None:
             trained.append(_trained(architecture))
     text = PAGE.read_text()
     for name, rows in {"trained": trained, "refused": refused}.items():
-        marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
-        text = marked.sub(
-            lambda found, rows=rows: found[1] + "\n".join(rows) + "\n" + found[2], text
-        )
+        text = _filled(text, name, rows)
     PAGE.write_text(text)
+
+
+def _filled(text: str, name: str, rows: list[str]) -> str:
+    """`text` with these rows between the marks of the table `name`."""
+    marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
+    return marked.sub(lambda found: found[1] + "\n".join(rows) + "\n" + found[2], text)
 
 
 def reason(architecture: Architecture) -> str:

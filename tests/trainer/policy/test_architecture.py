@@ -111,9 +111,10 @@ def test_unknown_argument_of_attention_is_refused_with_its_name() -> None:
     query = torch.zeros(1, 1, 2, 4)
     layout = Layout(torch.tensor([2, 2]), 2)
     module = torch.nn.Identity()
-    known = {"dropout": 0.0, "softcap": None, "use_cache": False}
+    known: dict[str, Any] = {"dropout": 0.0, "softcap": None, "use_cache": False}
     packed_attention(module, query, query, query, None, layout=layout, **known)
-    for name, value in {"position_bias": query, "head_mask": query, "dropout": 0.1}.items():
+    unknown: dict[str, Any] = {"position_bias": query, "head_mask": query, "dropout": 0.1}
+    for name, value in unknown.items():
         with pytest.raises(ValueError, match=f"does not compute the argument {name}"):
             packed_attention(module, query, query, query, None, layout=layout, **{name: value})
     with pytest.raises(ValueError, match="is causal, but the layer is not"):

@@ -28,11 +28,14 @@ def layout_of(seed: int, *, share: bool) -> Layout:
     return micro.layout
 
 
-def inputs(tokens: int, sizes: tuple[int, int]) -> list[Tensor]:
+def inputs(tokens: int, sizes: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """Four query heads, two key and value heads; `sizes`: head sizes of queries and of values."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, tokens, sizes[0]), (1, 2, tokens, sizes[0]), (1, 2, tokens, sizes[1]))
-    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    query, key, value = (
+        torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes
+    )
+    return query, key, value
 
 
 def dense(
@@ -133,11 +136,12 @@ def test_windows_soft_caps_and_sinks_equal_a_dense_mask(
 def test_flex_attention_equals_the_dense_mask(share: bool, options: dict[str, Any]) -> None:
     """FlexAttention runs uncompiled on CPU, and only its forward pass."""
     layout = layout_of(10, share=share)
-    parts = [x.detach() for x in inputs(len(layout.ends), (8, 8))]
+    query, key, value = (x.detach() for x in inputs(len(layout.ends), (8, 8)))
     window, softcap = options.get("window"), options.get("softcap")
     sinks = torch.linspace(-2, 2, 4) if "sinks" in options else None
-    got = flex_attend(*parts, AttentionMask(layout, window), 8**-0.5, softcap=softcap, sinks=sinks)
-    expected = dense(*parts, layout, window=window, softcap=softcap, sinks=sinks)
+    attended = AttentionMask(layout, window)
+    got = flex_attend(query, key, value, attended, 8**-0.5, softcap=softcap, sinks=sinks)
+    expected = dense(query, key, value, layout, window=window, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -158,6 +162,8 @@ def test_block_mask_shows_what_every_pair_of_tokens_shows(
     ours, theirs = (each.to_dense()[0, 0].bool() for each in (built, whole))
     assert not (theirs & ~ours).any()
     pairs = create_mask(built.mask_mod, None, None, count, count, "cpu")[0, 0]
+    assert built.full_kv_num_blocks is not None
+    assert built.full_kv_indices is not None
     for row, (number, listed) in enumerate(
         zip(built.full_kv_num_blocks[0, 0], built.full_kv_indices[0, 0], strict=True)
     ):

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from tests.needs import needs
 from tests.trainer.policy.architectures import ARCHITECTURES
@@ -171,7 +171,7 @@ def compare(size: int, cases: Sequence[Case], models: Path, results: Path) -> No
     """Checks the cases on `size` ranks."""
     for case in cases:
         case.save(models)
-    mp.spawn(worker, (size, cases, models, results), nprocs=size)
+    spawn(worker, (size, cases, models, results), nprocs=size)
     for number, case in enumerate(cases):
         found = Computed(*torch.load(results / f"{number}.pt"))
         expected = computed(case.save(models), case, Ranks(), results / f"expected-{number}")

@@ -47,7 +47,9 @@ def test_type_is_that_of_config_json(tmp_path: Path, settings: Any, expected: st
 
 def test_weights_say_their_type_if_config_json_does_not(tmp_path: Path) -> None:
     low = torch.zeros(9, dtype=torch.bfloat16)
-    checkpoint(tmp_path, {}, norm=torch.zeros(2), experts=low, ids=torch.zeros(99, dtype=int))
+    checkpoint(
+        tmp_path, {}, norm=torch.zeros(2), experts=low, ids=torch.zeros(99, dtype=torch.int64)
+    )
     assert checkpoint_type(tmp_path) == "bfloat16"
     save_file({"more": torch.zeros(9)}, tmp_path / "model-2.safetensors")
     assert checkpoint_type(tmp_path) == "float32"

@@ -133,9 +133,10 @@ def test_kernels_of_inductor_are_as_near_to_float64_as_eager_ones(title: str) ->
 
     model, batch, weights, exact = paths_and_reference(title)
     use_packed_rows(model)
-    eager = compare(model, batch, weights, exact, torch.bfloat16, "cpu")
+    cpu = torch.device("cpu")
+    eager = compare(model, batch, weights, exact, torch.bfloat16, cpu)
     compile_layers(model.get_decoder().layers)
-    compiled = compare(model, batch, weights, exact, torch.bfloat16, "cpu")
+    compiled = compare(model, batch, weights, exact, torch.bfloat16, cpu)
     for figure in ("mean Δ log p", "gradient"):
         assert compiled[figure] < 1.5 * eager[figure]
 

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3Config
 
 from tests.trainer.policy.architectures import ARCHITECTURES
@@ -148,7 +148,7 @@ def compare(size: int, context: int, cases: Sequence[Case], models: Path, result
     with in_float64():
         for case in cases:
             case.save(models)
-    mp.spawn(worker, (size, context, cases, models, results), nprocs=size)
+    spawn(worker, (size, context, cases, models, results), nprocs=size)
     for number, case in enumerate(cases):
         found = Computed(*torch.load(results / f"{number}.pt"))
         with in_float64():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ RECURRENT = qwen3_5.torch_recurrent_gated_delta_rule.__wrapped__
 def layout_of(seed: int, *, share: bool, longest: int = 12) -> Layout:
     rng = np.random.default_rng(seed)
     groups = [group(rng, f"g{i}", size=3, segments=5) for i in range(2)]
-    groups[0].rollouts.append(rollout(rng, "long", segments=3, longest=longest, group="g0"))
+    long = rollout(rng, "long", segments=3, longest=longest, group="g0")
+    groups[0] = replace(groups[0], rollouts=[*groups[0].rollouts, long])
     (micro,) = pack(build_batch(groups), max_tokens=100_000, share_prefixes=share)
     return micro.layout
 

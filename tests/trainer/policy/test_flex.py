@@ -80,12 +80,13 @@ def test_rows_of_several_shapes_of_heads_are_all_compiled(counter: Any) -> None:
     """As of a policy, a critic and teachers in one process; torch's own limit is 8 graphs."""
     for heads, size in ((2, 16), (4, 32), (8, 64)):
         for tokens in LENGTHS:
-            parts = [torch.randn(1, heads, tokens, size, requires_grad=True) for _ in range(3)]
+            shape = (1, heads, tokens, size)
+            query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
             for window in (None, 16):
                 mask = AttentionMask(_one_path(tokens, ContextRanks(1)).layout, window)
-                out = flex.flex_attend(*parts, mask, size**-0.5, softcap=30.0)
+                out = flex.flex_attend(query, key, value, mask, size**-0.5, softcap=30.0)
                 out.sum().backward()
                 with torch.no_grad():
-                    flex.flex_attend(*parts, mask, size**-0.5, softcap=30.0)
+                    flex.flex_attend(query, key, value, mask, size**-0.5, softcap=30.0)
     assert 8 < counter.frame_count <= 3 * MOST_GRAPHS
     assert not counters["graph_break"]

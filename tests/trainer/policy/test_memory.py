@@ -111,8 +111,9 @@ def test_estimate_is_the_measured_peak_within_a_fifth(
         [sys.executable, "-c", MEASURE, argument], capture_output=True, text=True, check=True
     )
     settings = CONFIG_MAPPING[kind](**SIZES, **more)
-    given = {"compute_dtype": dtype, "gradient_checkpointing": checkpointing}
-    expected = estimated(settings, compile_layers=False, **given)
+    expected = estimated(
+        settings, compile_layers=False, compute_dtype=dtype, gradient_checkpointing=checkpointing
+    )
     assert 0.8 < int(run.stdout) / expected < 1.2
 
 

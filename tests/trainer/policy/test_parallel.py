@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms import AlgorithmConfig
@@ -105,7 +105,7 @@ def test_several_processes_train_like_one(
 ) -> None:
     """With all weights trained, with adapters only, with moments and inputs of layers offloaded,
     and with weights in bfloat16, whose rounding differs between shards."""
-    mp.spawn(worker, (size, checkpoint, tmp_path, divided, kinds), nprocs=size)
+    spawn(worker, (size, checkpoint, tmp_path, divided, kinds), nprocs=size)
     results = torch.load(tmp_path / "results.pt")
     for kind, (metrics, weights) in zip(kinds, results, strict=True):
         expected_metrics, expected_weights = train(checkpoint, Ranks(), kind)

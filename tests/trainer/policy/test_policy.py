@@ -331,8 +331,8 @@ def test_eight_bit_optimizer_steps_like_the_full_one_and_can_be_saved(
             policy.step()
         weights.append(torch.cat([w.flatten() for _, w in policy.named_hf_parameters()]))
     start = torch.cat([w.flatten() for _, w in make_policy(checkpoint).named_hf_parameters()])
-    moved = [(each - start).detach() for each in weights]
-    assert float(torch.cosine_similarity(*moved, dim=0)) > 0.95
+    full, eight_bit = ((each - start).detach() for each in weights)
+    assert float(torch.cosine_similarity(full, eight_bit, dim=0)) > 0.95
     again = Policy(ModelConfig(path=checkpoint), OptimizerConfig(name="adamw_8bit", lr=1e-3))
     write_state(policy.state_dict(), tmp_path / "state")
     state = again.state_dict()

@@ -115,7 +115,7 @@ def test_each_token_of_a_row_counts_once(mixture: Path, share: bool, checkpointi
     )
     assert isinstance(expected, Tensor)
     assert balance(policy, batch) == pytest.approx(float(expected.detach()), rel=1e-5)
-    (COEFFICIENT * expected).backward()  # type: ignore[no-untyped-call]
+    (COEFFICIENT * expected).backward()
     assert_equal_gradients(policy, model)
 
 

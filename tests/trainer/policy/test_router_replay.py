@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import linear, log_softmax
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -109,7 +109,7 @@ def by_hand(folder: Path, batch: Batch) -> tuple[Any, Tensor]:
     ],
     ids=["packed", "tree", "tree, checkpointed"],
 )
-def test_replay_equals_a_router_with_given_experts(mixture: Path, how: dict[str, bool]) -> None:
+def test_replay_equals_a_router_with_given_experts(mixture: Path, how: dict[str, Any]) -> None:
     batch = routed_batch()
     model, expected = by_hand(mixture, batch)
     policy = policy_of(mixture, **how)
@@ -213,7 +213,7 @@ def worker(rank: int, checkpoint: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_replay_like_one(mixture: Path, tmp_path: Path) -> None:
-    mp.spawn(worker, (mixture, tmp_path), nprocs=2)
+    spawn(worker, (mixture, tmp_path), nprocs=2)
     scores, weights = torch.load(tmp_path / "result.pt")
     expected_scores, expected = trained(mixture, Ranks())
     torch.testing.assert_close(scores, expected_scores, atol=1e-4, rtol=1e-3)

@@ -152,7 +152,7 @@ def test_gradient_in_bfloat16_is_that_of_float32_up_to_rounding(
         torch.randn(shape, generator=generator).bfloat16() for shape in ((11, 6), (40, 6))
     )
     ids = torch.randint(0, 40, (11,), generator=generator)
-    gradients = []
+    gradients: list[torch.Tensor] = []
     for dtype in (torch.bfloat16, torch.float32):
         trained = weight.float().requires_grad_()
         logp, _ = token_logprobs(hidden.to(dtype), OutputLayer(trained), ids, 1.0)

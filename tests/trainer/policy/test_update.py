@@ -60,6 +60,7 @@ def test_every_preset_raises_the_log_probability_of_rewarded_tokens(
     after = policy.compute_logprobs(batch, temperature=1.0).logprobs
     assert metrics["update_steps"] == 1
     assert metrics["grad_norm"] > 0
+    assert batch.advantages is not None
     assert float(((after - before) * batch.advantages).sum()) > 0
 
 

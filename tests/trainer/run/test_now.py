@@ -118,7 +118,13 @@ VALID: dict[str, Any] = {
 
 
 def test_file_of_another_program_is_left_out(tmp_path: Path) -> None:
-    fields = {"step": 10**30, "errors": None, "phase": 5, "groups": {}, "more": "x" * NOW_BYTES}
+    fields: dict[str, Any] = {
+        "step": 10**30,
+        "errors": None,
+        "phase": 5,
+        "groups": {},
+        "more": "x" * NOW_BYTES,
+    }
     foreign = [json.dumps(VALID | {name: value}) for name, value in fields.items()]
     deep = '{"step": ' + "[" * 100_000 + "]" * 100_000 + "}"
     for text in ("[]", "{}", '{"step": 1}', "{", deep, *foreign):

@@ -142,8 +142,10 @@ def test_shared_prompt_is_the_common_beginning_of_a_groups_first_prompts() -> No
         logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
         versions = np.where(mask, 3, -1).astype(np.int32)
         turns = np.zeros(len(ids), np.int32)
-        arrays = {"ids": ids, "mask": mask, "logprobs": logprobs, "versions": versions}
-        return replace(base, segments=(replace(segment, **arrays, turns=turns),))
+        own = replace(
+            segment, ids=ids, mask=mask, logprobs=logprobs, versions=versions, turns=turns
+        )
+        return replace(base, segments=(own,))
 
     parted = Group("g", TASK, (begun("a", 1, 2, 3, 4), begun("b", 1, 5, 3, 4)))
     same = Group("h", TASK, (begun("c", 1, 2), begun("d", 1, 2)))

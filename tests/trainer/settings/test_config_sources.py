@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from agent_loop.extras.harbor.launcher import HarborConfig
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
+from trainer.settings.elsewhere import ELSEWHERE
 from trainer.settings.sources import SUCCESSORS, SUCCESSORS_BY_LAST_NAME, dump, keys_of, load
 
 MINIMAL: dict[str, Any] = {
@@ -179,7 +180,7 @@ def test_every_key_of_an_unknown_section_is_named(file: Path, tmp_path: Path) ->
 
 def test_every_successor_is_a_key() -> None:
     keys = {key.dotted for key in keys_of(TrainerConfig)}
-    here = {*SUCCESSORS.values(), *SUCCESSORS_BY_LAST_NAME.values()}
+    here = {*SUCCESSORS.values(), *SUCCESSORS_BY_LAST_NAME.values(), *ELSEWHERE.values()}
     named = {word.rstrip(",") for text in here for word in text.split() if "." in word}
     named = {word for word in named if not word.startswith(("examples.", "benchmarks/"))}
     assert named - keys <= {"algorithm.advantage.name"}

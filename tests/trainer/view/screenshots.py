@@ -76,7 +76,7 @@ def _worth_seeing(run: RecordedRun) -> tuple[int, str, str]:
         for trial in trials:
             rewards = [each["reward"] for each in trials if each["group"] == trial["group"]]
             if trial["reward"] and len(set(rewards)) > 1:
-                return step, trial["group"], trial["trial_id"]
+                return step, str(trial["group"]), str(trial["trial_id"])
     sys.exit(f"{run.path}: no group of this run has different rewards")
 
 

@@ -12,10 +12,11 @@ import pytest
 
 from proxy.rendering.rendering import Rendering
 from tests.needs import needs
-from tests.proxy.conftest import starting_proxies
+from tests.proxy.conftest import ADMIN_KEY, starting_proxies
 from tests.proxy.extras.view.chromium import MISSING, Tab
 from tests.proxy.extras.view.conftest import enter, show
 from tests.trainer.view.recorded_run import RecordedTraining, begin, training, whole
+from trainer.extras.report import write_report
 
 pytestmark = [needs(MISSING), pytest.mark.programs]
 
@@ -86,6 +87,42 @@ async def test_page_says_that_a_run_was_killed(
     assert "agentic-train resume" in await tab.text(".verdict")
 
 
+async def test_head_of_a_run_has_what_it_is_made_of_its_cost_and_its_report(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path, tab: Tab
+) -> None:
+    async with watched(tab, checkpoint, rendering, tmp_path) as run:
+        facts = "[...document.querySelectorAll('.run-head dt')].map(each => each.textContent)"
+        names = ("status", "step", "time", "left", "model", "tokens", "machine-hours", "cost")
+        await run.step()  # what is left is known from two
+        await tab.until(f"({facts}).includes('left')")
+        assert set(names) <= set(await tab.evaluate(facts))
+        assert "Configuration: " in await tab.evaluate(HEAD)
+        assert await tab.evaluate("document.querySelector('.cost')") is None
+        price = "const field = document.querySelector('.run-head input'); field.value = '3600000';"
+        await tab.evaluate(f"{price} field.dispatchEvent(new Event('change'))")
+        cost = "Number(document.querySelector('.cost')?.textContent ?? 0)"
+        await tab.until(f"{cost} > 0")  # of the seconds since the run began, 1,000 each
+        url, query = f"{run.agent.proxy.url}/view/run/report", {"run": "run"}
+        reader = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        http = run.agent.proxy.http
+        async with http.get(url, params=query, headers=reader) as response:
+            assert response.status == 404
+        run.log.finish("done")
+        await asyncio.to_thread(write_report, run.folder)
+        await tab.call("Page.reload")
+        await tab.until("document.querySelector('.run-head a[download$=html]')")
+        async with http.get(url, params=query) as response:
+            assert response.status == 401
+        async with http.get(url, params=query, headers=reader) as response:
+            assert "sandbox" in response.headers["Content-Security-Policy"]
+            assert response.headers["Content-Disposition"].startswith("attachment")
+            assert await response.read() == (run.folder.path / "report.html").read_bytes()
+        (run.folder.path / "report.html").unlink()
+        (run.folder.path / "report.html").symlink_to("/etc/hostname")
+        async with http.get(url, params=query, headers=reader) as response:
+            assert response.status == 404
+
+
 async def test_view_of_an_ended_run_is_recorded_and_says_when_it_is_lost(
     checkpoint: Path, rendering: Rendering, tmp_path: Path, tab: Tab
 ) -> None:
@@ -138,6 +175,18 @@ async def test_a_group_shows_rewards_and_advantages_and_unknown_views_say_so(
         assert ticks[0][-1] == 36
         assert len(ticks[0]) >= 4
         assert ticks[1][-1] - ticks[1][0] > 1
+        # What is said to be trained was.
+        groups = "[[[0, 1], [0, 1]], [[3, 1], [0, 0]], [[0, 1], [0, 0]], [[null, 1]]]"
+        trained = await tab.evaluate(
+            f"import('/view/static/group.js').then(({{trainedOf}}) => {groups}.map(each =>"
+            " trainedOf(each.map(([trained_tokens, reward]) => ({trained_tokens, reward})))))"
+        )
+        assert trained == [
+            "none was trained, because their rewards are equal",
+            "1 of 2 were trained",
+            "none was trained",
+            "what was trained of it is not recorded",
+        ]
         # Messages that are the same do not part.
         parts = await tab.evaluate(
             "import('/view/static/group.js').then(({parting}) => [['abc', 'abc'], ['abc', 'abd']]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from proxy.extras.view.run_folder import RecordedRun
 from proxy.extras.view.run_requests import RunRequests
 from proxy.extras.view.runs import RecordedRuns
 from proxy.store import open_store
-from tests.trainer.view.test_run_openapi import check_answer, handler_of
+from tests.proxy.extras.view.documented import check_answer
+from tests.trainer.view.test_run_openapi import handler_of
 from trainer.extras.report.page import _ends
 
 DEEP = b"[" * 300 + b"]" * 300
@@ -112,3 +114,15 @@ def test_tokens_of_another_form_are_left_out(run: Path) -> None:
 
 def test_answer_with_text_that_is_not_utf_8_is_sent() -> None:
     assert answer({"text": "\ud800"}).body == b'{"text":"?"}'
+
+
+def test_summary_that_is_written_again_with_the_same_length_has_another_stamp(run: Path) -> None:
+    recorded = RecordedRun(run)
+    before = recorded.stamps()["summary"]
+    summary = run / "summary.json"
+    summary.write_bytes(summary.read_bytes())
+    later = summary.stat().st_mtime_ns + 1_000_000
+    os.utime(summary, ns=(later, later))
+    after = recorded.stamps()["summary"]
+    assert after[:2] == before[:2]
+    assert after != before

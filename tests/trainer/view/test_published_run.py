@@ -22,11 +22,11 @@ from tests.needs import needs
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 from tests.proxy.extras.view.chromium import MISSING, Tab
 from tests.proxy.extras.view.conftest import enter, show
+from tests.proxy.extras.view.documented import DOCUMENT, check
 from tests.proxy.extras.view.recording import call, user
 from tests.proxy.extras.view.test_api import Reader
 from tests.trainer.view.recorded_run import begin, training, whole
 from tests.trainer.view.screenshots import views
-from tests.trainer.view.test_run_openapi import DOCUMENT, check
 
 KEY = {"Authorization": f"Bearer {ADMIN_KEY}"}
 EVALUATION = {"success": 0.5, "interval": [0.1, 0.9], "reward": 0.5, "tasks": 1, "trials": 1}

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -96,7 +97,7 @@ async def test_metrics_are_read_on_from_where_the_reader_was(
     assert [line["step"] for line in second["steps"]] == [2]
     assert second["steps"] == list(read_jsonl(run.folder.metrics))[1:]
     state = await reader.get("state")
-    assert state["runs"][0]["metrics"] == [second["file"], second["next"]]
+    assert state["runs"][0]["metrics"][:2] == [second["file"], second["next"]]
     run.log.close()
 
 
@@ -127,7 +128,7 @@ async def test_trials_are_filtered_and_read_page_by_page(
     assert names[0] == "lamps-22"
     rewards = [trial["reward"] for trial in read_jsonl(tmp_path / "run/trials.jsonl")]
     assert 0 < rewards.count(0.0) < rewards.count(1.0)
-    for query, count in (
+    filters: tuple[tuple[dict[str, str], int], ...] = (
         ({"kind": "eval"}, 4),
         ({"status": "failed"}, 6),
         ({"errors": "yes"}, 6),
@@ -137,9 +138,10 @@ async def test_trials_are_filtered_and_read_page_by_page(
         ({"task": "chairs", "kind": "train"}, 12),
         ({"source": "other"}, 0),
         ({"min_tokens": "100000"}, 0),
-    ):
-        found = await reader.get("run/trials", run="run", limit=200, **query)
-        assert len(found["trials"]) == count, query
+    )
+    for asked, count in filters:
+        found = await reader.get("run/trials", run="run", limit=200, **asked)
+        assert len(found["trials"]) == count, asked
 
 
 async def test_trials_are_filtered_by_the_rule_that_marked_them(
@@ -155,13 +157,14 @@ async def test_trials_are_filtered_by_the_rule_that_marked_them(
     marked = [each["trial_id"] for each in everything if each["marks"]]
     assert 3 < len(marked) < len(everything) - 3
     for rule, expected in (("adds", marked), ("*", marked), ("other", [])):
-        found, before = list[str](), {}
-        while before is not None:
-            query = {"run": "run", "marked": rule, "limit": 3} | before
-            page = await reader.get("run/trials", **query)
+        found, before = list[str](), dict[str, Any]()
+        while True:
+            page = await reader.get("run/trials", run="run", marked=rule, limit=3, **before)
             assert len(page["trials"]) <= 3
             found += [each["trial_id"] for each in page["trials"]]
-            before = None if page["next"] is None else {"before": page["next"]}
+            if page["next"] is None:
+                break
+            before = {"before": page["next"]}
         assert found == expected
     evaluated = await reader.get("run/trials", run="run", marked="adds", kind="eval")
     assert {each["kind"] for each in evaluated["trials"]} <= {"eval"}

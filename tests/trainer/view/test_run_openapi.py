@@ -10,16 +10,14 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
-from jsonschema import Draft202012Validator, ValidationError
+from jsonschema import ValidationError
 
-from proxy.app import document_parts
-from proxy.http.openapi import document
 from proxy.http.route import Handler, routes_of
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
+from tests.proxy.extras.view.documented import DOCUMENT, check, check_answer
 from tests.proxy.extras.view.recording import record
 from tests.trainer.view.recorded_run import begin, training, whole, write_log
 
-DOCUMENT = orjson.loads(orjson.dumps(document(document_parts()[1:])))
 HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
 FIX = {"session": "fix/sum-1"}
 RUN = {"run": "run"}
@@ -89,18 +87,9 @@ def check_given(path: str, body: Any) -> None:
     check(body, content["schema"])
 
 
-def check_answer(path: str, method: str, status: int, body: bytes) -> None:
-    content = DOCUMENT["paths"][path][method]["responses"][str(status)]["content"]
-    check(orjson.loads(body), content["application/json"]["schema"])
-
-
 def handler_of(owner: object, path: str) -> Handler:
     """The method of `owner` that handles requests to the path."""
     return next(partial(r.handler, owner) for r in routes_of(type(owner)) if r.path == path)
-
-
-def check(value: Any, schema: dict[str, Any]) -> None:
-    Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(value)
 
 
 async def test_answers_on_a_recorded_run_match_their_schemas(recorded: RunningProxy) -> None:
@@ -135,7 +124,8 @@ def test_each_answer_of_the_page_is_checked() -> None:
     reads = {path for path, methods in DOCUMENT["paths"].items() if "get" in methods}
     asked = {f"/view/{name}" for name, _ in READS}
     asked.add("/view/session/export")  # JSON lines
-    bytes_of = {"/view/image", "/view/static/{name}"}
+    asked.add("/view/decisions")  # of a learner: tests/proxy/extras/view/test_learning.py
+    bytes_of = {"/view/image", "/view/run/report", "/view/static/{name}"}
     assert reads - asked == {"/", *bytes_of, f"/view/{STREAM}"}
     # Publishing is checked in test_published_run.py.
     posts = {path for path, methods in DOCUMENT["paths"].items() if "post" in methods}
@@ -183,8 +173,9 @@ async def event(response: aiohttp.ClientResponse) -> tuple[str, Any]:
 
 
 def test_answer_with_a_key_that_its_schema_lacks_does_not_match() -> None:
-    rules = {"rules": [], "may_save": True}
+    rules: dict[str, Any] = {"rules": [], "may_save": True}
     check_answer("/view/rules", "get", 200, orjson.dumps(rules))
-    for wrong in (rules | {"more": 1}, {"rules": []}, rules | {"may_save": 2}):
+    lacking: dict[str, Any] = {"rules": []}
+    for wrong in (rules | {"more": 1}, lacking, rules | {"may_save": 2}):
         with pytest.raises(ValidationError):
             check_answer("/view/rules", "get", 200, orjson.dumps(wrong))

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from proxy.routing.policies import KEPT_VERSIONS
 from tests.trainer.fake_engine import FakeEngine, fake_engine
 from tests.trainer.test_fit import config_of, learner_of
 from trainer.errors import WeightSyncError
-from trainer.weight_sync.adapters import KEPT_VERSIONS, AdapterSync
+from trainer.weight_sync.adapters import AdapterSync
 from trainer.weight_sync.control import EngineControl
 from trainer.weight_sync.segment import Named
 
@@ -167,7 +168,7 @@ def test_new_connection_keeps_the_version_that_is_published(
     served = learner.score(learner.probe)
     monkeypatch.setattr(EngineControl, "prompt_logprobs", lambda *_, **__: [served])
     with fake_engine() as (engine, url):
-        names = []
+        names: list[str | None] = []
         for learner.version in (6, 7):
             learner.connect([url])
             assert list(engine.adapters) == names

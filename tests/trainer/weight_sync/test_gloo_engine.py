@@ -132,10 +132,11 @@ def make_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Work
 def twin_memory(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     """The tensors of all twins that are made from now on."""
     from trainer.weight_sync import vllm_staging
+    from trainer.weight_sync.vllm_twin import Twin
 
     tensors: list[weakref.ref[torch.Tensor]] = []
 
-    class Watched(vllm_staging.Twin):
+    class Watched(Twin):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             tensors.extend(map(weakref.ref, self._tensors.values()))

@@ -157,7 +157,7 @@ def test_discarded_twin_is_freed_without_the_garbage_collector() -> None:
     load(twin.model, weights(2))
     replaced = weakref.ref(model.fused.cpu_linear)
     held: list[Any] = [weakref.ref(twin.model), replaced]
-    held.append(weakref.ref(twin.model.norm.weight))  # type: ignore[union-attr]
+    held.append(weakref.ref(twin.model.norm.weight))
     twin.adopt()
     assert None not in [each() for each in held]
     gc.disable()

@@ -1,7 +1,8 @@
 """The pixels of an image, as the model's own processor makes them of the bytes that an agent sent.
 
 The engine turns an image upright and lays it on white before its processor gets it, and leaves
-scaling and normalisation to the tower (vLLM 0.32, measured in docs/notes/images.md). Invariant:
+scaling and normalisation of Qwen's images to the tower (vLLM 0.32, measured in
+docs/notes/images.md). Invariant:
 `Pixels.digest` is that of the engine's item exactly if both have the same pixels, bit for bit.
 """
 
@@ -23,6 +24,8 @@ from proxy.engines.images import GRID, PROBE, digest_of
 from trainer.errors import ConfigError, TrainingError
 
 PIXELS = "pixel_values"
+PATCHES = "num_patches"
+"""Of Gemma 3, into how many pictures the engine's processor has cut an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,9 @@ class Pixels:
     """Example: Pixels(values=[24, 1536] float32, grid=[1, 4, 6], digest="4aeb5f…")"""
 
     values: Tensor
-    """`[P, C]`, a row for each patch, as the tower gets them."""
+    """`[P, C]`, a row for each patch, as the tower gets them; `[1, C, H, W]` of Gemma 3."""
     grid: Tensor
-    """`[3]` int64, patches in time, height and width."""
+    """`[3]` int64, patches in time, height and width; `[0]` of Gemma 3."""
     digest: str
     """sha256 of the engine's item, in hexadecimal."""
 
@@ -57,14 +60,17 @@ class Processor:
             ) from error
 
     def pixels(self, data: bytes) -> Pixels:
-        """Raises TrainingError: the bytes are not an image."""
+        """Raises TrainingError: the bytes are not an image, or the processor cuts it in parts."""
         try:
             image = upright_on_white(data)
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise TrainingError(f"the bytes are not an image: {error}") from error
+        made = self._made(image)
+        if GRID not in made:
+            return _whole(made[PIXELS])
         raw = self._made(image, do_rescale=False, do_normalize=False)
         item = {PIXELS: raw[PIXELS], GRID: raw[GRID][0]}
-        return Pixels(self._made(image)[PIXELS], raw[GRID][0], item_digest(item))
+        return Pixels(made[PIXELS], raw[GRID][0], item_digest(item))
 
     def joined(self, images: Sequence[tuple[bytes, str]]) -> tuple[Tensor, Tensor]:
         """The pixels of several images, `[P, C]`, and their grids, `[I, 3]`, for other trainers.
@@ -93,6 +99,17 @@ class Processor:
         return self._make(images=[image], return_tensors="pt", **changes)
 
 
+def _whole(values: Tensor) -> Pixels:
+    """Of a model without a grid, which gets one picture of one size."""
+    if len(values) != 1:
+        raise TrainingError(
+            f"the processor cuts it into {len(values)} pictures; set do_pan_and_scan to false in "
+            "preprocessor_config.json"
+        )
+    item = {PIXELS: values, PATCHES: torch.tensor(1)}
+    return Pixels(values, torch.zeros(0, dtype=torch.int64), item_digest(item))
+
+
 def upright_on_white(data: bytes) -> Image.Image:
     """The first frame of an image in RGB, turned as its EXIF orientation says, without
     transparency."""
@@ -108,7 +125,7 @@ def item_digest(tensors: Mapping[str, Tensor]) -> str:
             name: (
                 str(each.dtype).removeprefix("torch."),
                 tuple(each.shape),
-                each.contiguous().view(torch.uint8).numpy().tobytes(),
+                each.reshape(-1).view(torch.uint8).numpy().tobytes(),
             )
             for name, each in tensors.items()
         }

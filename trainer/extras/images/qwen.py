@@ -35,6 +35,8 @@ Features = tuple[Tensor, ...]
 class QwenReader:
     """An `ImageReader`."""
 
+    whole_images = False
+
     def __init__(self, model: Any, path: Path, dtype: torch.dtype, *, trained: bool) -> None:
         self._inner = model.model
         self._path = path
@@ -136,8 +138,7 @@ class QwenReader:
                 f"processor of {self._path} makes (digest {pixels.digest[:12]}); trainer and "
                 "engines need the same transformers, torchvision and preprocessor_config.json"
             )
-        grid, merge = tuple(pixels.grid.tolist()), self._inner.config.vision_config
-        tokens = int(pixels.grid.prod()) // merge.spatial_merge_size**2
+        grid, tokens = tuple(pixels.grid.tolist()), self._tokens(pixels)
         if span.grid != grid or span.tokens != tokens:
             raise TrainingError(
                 f"{name}: it was recorded with {span.tokens} tokens for patches {span.grid}, but "
@@ -150,12 +151,21 @@ class QwenReader:
             )
 
     def _computed(self, pixels: Pixels) -> Features:
-        device = next(self.tower.parameters()).device
-        low = self._dtype != torch.float32
+        device, low = next(self.tower.parameters()).device, self._dtype != torch.float32
         with torch.autocast(device.type, self._dtype, enabled=low):
-            made = self._inner.get_image_features(
-                sent(pixels.values, device), sent(pixels.grid[None], device)
-            )
+            return self._made(pixels)
+
+    def _tokens(self, pixels: Pixels) -> int:
+        """Number of tokens of an image."""
+        merge: int = self._inner.config.vision_config.spatial_merge_size
+        return int(pixels.grid.prod()) // merge**2
+
+    def _made(self, pixels: Pixels) -> Features:
+        """The features of an image."""
+        device = next(self.tower.parameters()).device
+        made = self._inner.get_image_features(
+            sent(pixels.values, device), sent(pixels.grid[None], device)
+        )
         deep = getattr(made, "deepstack_features", None) or ()
         return tuple(level[0] for level in (made.pooler_output, *deep))
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from proxy.engines.protocol import COLDEST
 from proxy.errors import ConfigurationError
 from proxy.extras.learn.section import Recorder
 from proxy.settings.hub import model_folder
@@ -96,7 +97,7 @@ class LearnConfig(Section):
     """Sources of evidence, by name."""
     poll_s: float = Field(10.0, gt=0)
     """Seconds between two looks at the record."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=COLDEST)
     """Temperature of what is trained; turns that were sampled at another one are context."""
     update: Update = Update()
     canary: Canary = Canary()
@@ -105,7 +106,7 @@ class LearnConfig(Section):
     """The base, and `lora`, the form of the adapters."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4)
     device: str = "auto"
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**31)
 
     @model_validator(mode="before")
     @classmethod

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from proxy.extras.rules.edited_tests import edited_test
+from proxy.search.edited_tests import edited_test
 from proxy.store.curation import RATING
 from trainer.algorithms.part import NamedPart, Parts
 from trainer.extras.learn.git import Repository

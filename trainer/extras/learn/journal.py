@@ -6,6 +6,7 @@
     {"kind": "canary", "number": 5, "stable": 3, "share": 0.5}
     {"kind": "compare", "number": 5, "since": …}
     {"kind": "promote" | "rollback", "number": 5, "by": "test" | "person" | …, "better": 12.1, …}
+    {"kind": "freeze" | "thaw", "by": "person"}
 
 `History` is what the lines say. Invariant: the journal is the learner's only state; a learner that
 is killed continues from it. A line is written before what it says is done.
@@ -27,11 +28,10 @@ import msgspec
 
 from agent_loop.producers.rollout_format import encode_group
 from agent_loop.records import Group
+from proxy.extras.learn.section import JOURNAL_FILE
 from proxy.run_files.files import replace_file
 from trainer.extras.learn.canary import Compared, Comparison
 from trainer.extras.ledger.ledger import Line, line_hash, read_batch, read_lines
-
-FILE = "journal.jsonl"
 
 
 class Journal:
@@ -40,7 +40,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         """Raises LedgerError: the chain of the journal that is there is broken."""
         self._folder = folder
-        self._path = folder / FILE
+        self._path = folder / JOURNAL_FILE
         self.lines: list[Line] = read_lines(self._path) if self._path.exists() else []
         (folder / "batches").mkdir(exist_ok=True, mode=0o700)
 
@@ -110,6 +110,8 @@ class History:
     """Sessions of batches that did harm."""
     interrupted: set[int] = field(default_factory=set)
     """Adapters that were not finished."""
+    frozen: bool = False
+    """Whether a person has stopped promotions and updates."""
     last: int = 0
     """The largest number of an adapter."""
 
@@ -144,6 +146,8 @@ class History:
                 self.set_aside |= set(line.get("set_aside", ()))
                 if line["by"] == "interrupted":
                     self.interrupted.add(number)
+            case "freeze" | "thaw":
+                self.frozen = line["kind"] == "freeze"
             case "stable":
                 self.stable = number
 

@@ -116,7 +116,10 @@ class DailyLearner:
     async def tick(self) -> None:
         """Does what is due. Raises ProxyClientError, TrainerError."""
         await self._serve_what_counts(await self.recorder.assignment(self.policy))
-        self._compare_since(await self.recorder.assignment(self.policy))
+        state = await self.recorder.assignment(self.policy)
+        if state["frozen"] != self.history.frozen:
+            self._write("freeze" if state["frozen"] else "thaw", by="person")
+        self._compare_since(state)
         await self._judge()
         state = await self.recorder.assignment(self.policy)
         await self._decide(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ LOG_BYTES = 8 * 2**20
 ERRORS = (b" ERROR ", b" CRITICAL ", b"Traceback (most recent call last)")
 WARNINGS = (*ERRORS, b" WARNING ")
 """Engines warn of much that does not matter, so that only their errors are shown."""
+_PROCESS = re.compile(rb"\(\w+ pid=(\d+)\) ")
+_SHUTDOWN = b" [shutdown] "
+"""vLLM writes it when it is stopped. Errors of the same process after that belong to its end."""
 
 
 def troubles(
@@ -93,7 +97,7 @@ def _steps(
 
 def _errors(path: Path) -> list[dict[str, Any]]:
     """The complaints at the end of a process's log: their number, and the last one."""
-    count, last = 0, b""
+    count, last, stopping = 0, b"", set[bytes]()
     is_engine = path.name.startswith("engine")
     marks, what = (ERRORS, "errors") if is_engine else (WARNINGS, "warnings and errors")
     try:
@@ -101,6 +105,11 @@ def _errors(path: Path) -> list[dict[str, Any]]:
             start = max(0, file.seek(0, 2) - LOG_BYTES)
             file.seek(start)
             while line := file.readline(2**16):
+                process = _PROCESS.match(line)
+                if process is not None and _SHUTDOWN in line:
+                    stopping.add(process[1])
+                if process is not None and process[1] in stopping:
+                    continue
                 if any(mark in line for mark in marks):
                     count, last = count + 1, line
     except OSError as error:

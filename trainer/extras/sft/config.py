@@ -40,7 +40,7 @@ class SftConfig(Section):
     tags: Mapping[str, str] = Field(default_factory=dict)
     """Only sessions whose metadata have these entries, such as `{task_id: sum-17}`."""
     reward: str | None = None
-    """Key of the reward that is compared; None: the sum of the trial's rewards."""
+    """Key of the reward that is compared; None: that of the trial."""
     min_reward: Common[float | None] = None
     """Only sessions with at least this reward; None: also sessions without a reward."""
     where: SessionPredicate | None = None

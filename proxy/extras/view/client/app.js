@@ -4,6 +4,7 @@ import { Compare } from "./compare.js";
 import { visible } from "./format.js";
 import { Group } from "./group.js";
 import { useLive } from "./hooks.js";
+import { Learning } from "./learning.js";
 import { Now } from "./now.js";
 import { html, render, useEffect, useState } from "./page.js";
 import { link, parse, runOf } from "./router.js";
@@ -18,12 +19,14 @@ import { Trials } from "./trials.js";
 /** @type {Record<string, (given: {place: import("./router.js").Place}) => import("./page.js").Child>} */
 const VIEWS = {
   now: Now, run: RunView, trials: Trials, group: Group, compare: Compare,
-  search: Search, sessions: Sessions, forks: Forks, trial: Trial, tokens: Tokens,
+  search: Search, sessions: Sessions, forks: Forks, trial: Trial, tokens: Tokens, learning: Learning,
 };
 /** Seconds without a connection that a restart takes, and that are not worth saying. */
 const PATIENCE_S = 3;
 const MENU = [["now", "Now"], ["sessions", "Sessions"], ["forks", "Forks"], ["search", "Search"]];
-const menu = () => (live.state?.runs?.length ? [["run", "Run"], ...MENU] : MENU);
+const menu = () => [
+  ...(live.state?.runs?.length ? [["run", "Run"]] : []), ...MENU, ...(live.state?.learners?.length ? [["learning", "Learning"]] : []),
+];
 
 function App() {
   const [place, setPlace] = useState(() => parse(location.hash));
@@ -92,6 +95,7 @@ function App() {
 const TITLES = {
   now: "Now", run: "Run", trials: "Trials of", group: "Group", compare: "Before and after:",
   search: "Search", sessions: "Sessions", forks: "Forks", trial: "Trial", tokens: "Tokens of",
+  learning: "Learning",
 };
 
 /** What the browser shows in the tab. @param {import("./router.js").Place} place */
@@ -156,8 +160,8 @@ function LogIn({ error, done }) {
   };
   return html`<main class="login">
     <h1>agentic-proxy</h1>
-    <p>Open the link that <code>agentic-proxy serve</code> printed when it started, or give a key:
-      one of <code>agentic-proxy view-key create NAME</code>, or the admin key.</p>
+    <p>Open the link that was printed at the start, which works once, or give a key: of
+      <code>agentic-proxy view-key create NAME --store URL</code>, with the store of this page, or a proxy's admin key.</p>
     <form onSubmit=${send}>
       <label for="secret">Key</label>
       <input id="secret" name="secret" type="password" autocomplete="current-password" required />

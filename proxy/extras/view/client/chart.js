@@ -4,8 +4,8 @@ import { html } from "./page.js";
 
 /** @typedef {[number, number]} Point */
 /**
- * @typedef {{name: string, run: number, dash: number, points: Point[], band?: [number, number, number][]}} Line
- * `run`: number of its colour; `dash`: number of its pattern; `band`: step, low, high
+ * @typedef {{name: string, run: number, dash: number, points: Point[], band?: [number, number, number][], area?: [number, number, number][]}} Line
+ * `run`: number of its colour; `dash`: number of its pattern; `band`: step, low, high, as bars; `area`: as a surface
  */
 
 const WIDTH = 420;
@@ -31,6 +31,11 @@ export function thinned(points) {
   }
   return kept;
 }
+
+/** The lower edge forwards, and the upper one back. @param {[number, number, number][]} area @returns {Point[]} */
+const surface = (area) => [
+  ...thinned(area.map(([step, low]) => [step, low])), ...thinned(area.map(([step, , high]) => [step, high])).reverse(),
+];
 
 /** Round numbers from below `low` to above `high`. @param {number} low @param {number} high @param {number} [most] */
 export function ticks(low, high, most = 3) {
@@ -79,7 +84,7 @@ export function Chart({ title, unit, lines, about, range, shares, cursor, point,
   if (shown.length === 0) return null;
   const xs = shown.flatMap((line) => line.points.map(([x]) => x));
   const ys = shown.flatMap((line) => [
-    ...line.points.map(([, y]) => y), ...(line.band ?? []).flatMap(([, low, high]) => [low, high]),
+    ...line.points.map(([, y]) => y), ...[...(line.band ?? []), ...(line.area ?? [])].flatMap(([, low, high]) => [low, high]),
   ]).concat(range ?? []);
   const [x0, x1] = [extreme(xs, Math.min), extreme(xs, Math.max)];
   const [low, high] = [extreme(ys, Math.min), extreme(ys, Math.max)];
@@ -111,6 +116,7 @@ export function Chart({ title, unit, lines, about, range, shares, cursor, point,
       ${cursor !== null && html`<line class="cursor" x1=${x(at)} x2=${x(at)} y1=${TOP} y2=${HEIGHT - BOTTOM} />`}
       ${shown.map((line) => html`<g class=${`line run${line.run % 6} dash${line.dash % 4}`}>
         ${(line.band ?? []).map(([step, low, high]) => html`<line class="interval" x1=${x(step)} x2=${x(step)} y1=${y(low)} y2=${y(high)} />`)}
+        ${(line.area ?? []).length > 0 && html`<polygon class="area" points=${surface(line.area ?? []).map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ")} />`}
         <polyline points=${thinned(line.points).map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ")} />
         ${line.points.length < 12 && line.points.map(([a, b]) => html`<circle cx=${x(a)} cy=${y(b)} r="2.6" />`)}</g>`)}
     </svg>

@@ -7,8 +7,9 @@ import { html, useEffect, useState } from "./page.js";
 /** @typedef {import("./types.d.ts").Evaluation} Evaluation */
 /** @typedef {import("./chart.js").Line} Line */
 /**
- * @typedef {{name: string, last: number, metrics: string[], points: (metric: string) => [number, number][]}} RunCurves
- * `last`: its last step; `metrics`: their names
+ * @typedef {{name: string, last: number, metrics: string[], points: (metric: string) => [number, number][], spread?: (metric: string) => [number, number, number][], colour?: number}} RunCurves
+ * `last`: its last step; `metrics`: their names; `spread`: step, lowest and highest of several runs;
+ * `colour`: its number, where that is not its place among the curves
  */
 
 /** Title, unit, and the metrics by their names in the legend. @type {[string, string, Record<string, string>][]} */
@@ -59,9 +60,10 @@ export function Curves({ runs, evaluations, open, first }) {
   /** @param {Record<string, string>} wanted @returns {Line[]} */
   const lines = (wanted) => runs.flatMap((run, n) => Object.entries(wanted).map(([label, metric], m) => ({
     name: [runs.length > 1 ? run.name : "", label].filter(Boolean).join(" "),
-    run: runs.length > 1 ? n : m, dash: runs.length > 1 ? m : 0,
+    run: runs.length > 1 ? run.colour ?? n : m, dash: runs.length > 1 ? m : 0,
     points: run.points(metric),
-    band: n === 0 ? intervals(evaluations, metric) : [],
+    area: run.spread?.(metric) ?? [],
+    band: n === 0 && !run.spread ? intervals(evaluations, metric) : [],
   })));
   if (runs.every((run) => run.metrics.length === 0)) return html`<p class="quiet">No step has ended yet.</p>`;
   const all = [...new Set(runs.flatMap((run) => run.metrics))];

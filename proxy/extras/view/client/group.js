@@ -33,7 +33,7 @@ export function Group({ place }) {
 }
 
 /** What the step did with a group. @param {RunTrial[]} trials */
-function trainedOf(trials) {
+export function trainedOf(trials) {
   const known = trials.filter((each) => each.trained_tokens != null);
   const trained = known.filter((each) => (each.trained_tokens ?? 0) > 0);
   if (known.length === 0) return "what was trained of it is not recorded";

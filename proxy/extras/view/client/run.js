@@ -1,12 +1,13 @@
 // A training run: its curves as they come, over those of other runs; evaluations; groups of a step.
 import { get, live } from "./api.js";
 import { Curves, Evaluations } from "./curves.js";
-import { many, number, oneLine, visible } from "./format.js";
+import { number, oneLine, visible } from "./format.js";
 import { useGet, useLast, useLive } from "./hooks.js";
 import { html, useEffect, useRef, useState } from "./page.js";
 import { Note, Reward, Status } from "./parts.js";
 import { link } from "./router.js";
 import { RunHead } from "./run_head.js";
+import { Several, repetitions, stampOf, together, useRuns } from "./several.js";
 
 /** @typedef {import("./types.d.ts").Run} Run */
 /** @typedef {import("./types.d.ts").Metrics} Metrics */
@@ -32,6 +33,12 @@ function OneRun({ name, place }) {
   const run = useLast(/** @type {Run | null} */ (data));
   const metrics = useMetrics(names);
   const step = place.query.get("step");
+  const runs = useRuns(names);
+  const [asOne, setAsOne] = useState(false);
+  const groups = runs === null ? [] : repetitions(runs);
+  const repeated = groups.some((group) => group.length > 1);
+  const curves = names.map((each) => curvesOf(each, metrics.get(each) ?? []));
+  const drawn = asOne && repeated ? groups.map((group) => ({ ...together(curves.filter((each) => group.includes(each.name))), colour: names.indexOf(group[0] ?? "") })) : curves;
   /** @param {string} other @param {boolean} on */
   const choose = (other, on) => {
     const next = on ? [...chosen, other] : chosen.filter((each) => each !== other);
@@ -48,16 +55,18 @@ function OneRun({ name, place }) {
     ${others.length > 0 && html`<form class="filters" aria-label="Other runs">${others.map((other) => html`<label><input type="checkbox"
       checked=${chosen.includes(other)} onChange=${/** @param {Event} e */ (e) => choose(other, /** @type {HTMLInputElement} */ (e.target).checked)} />
       <bdi>${visible(other)}</bdi></label>`)}</form>`}
-    ${chosen.length > 0 && html`<${Differences} names=${names} />`}
-    <${Curves} runs=${names.map((each) => curvesOf(each, metrics.get(each) ?? []))} evaluations=${run.evaluations} open=${open} />
+    ${runs !== null && html`<${Several} runs=${runs} />`}
+    ${repeated && html`<form class="filters"><label><input type="checkbox" name="as-one" checked=${asOne}
+      onChange=${/** @param {Event} e */ (e) => setAsOne(/** @type {HTMLInputElement} */ (e.target).checked)} />
+      one curve for runs that differ in their seeds only: the mean, and from the lowest to the highest</label></form>`}
+    <${Curves} runs=${drawn} evaluations=${run.evaluations} open=${open} />
     <${Evaluations} evaluations=${run.evaluations} />
     <${Step} run=${name} metrics=${metrics.get(name) ?? []} asked=${step === null ? null : Number(step)} chosen=${chosen} />`;
 }
 
 /** A run's summary, read again when it changes. @param {string} name */
 function useSummary(name) {
-  const stamps = live.state?.runs?.find((run) => run.name === name);
-  const found = useGet("run", { run: name }, [stamps?.summary, stamps?.running].join());
+  const found = useGet("run", { run: name }, stampOf(name));
   const end = live.ends?.[name];
   return end ? { data: end.run, error: null } : found;
 }
@@ -110,28 +119,6 @@ const curvesOf = (name, steps) => ({
   points: (metric) => steps.flatMap((line) =>
     (typeof line[metric] === "number" ? [/** @type {[number, number]} */ ([line.step, line[metric]])] : [])),
 });
-
-/** The keys of the configurations that are not the same in all runs. @param {{names: string[]}} given */
-function Differences({ names }) {
-  const [configs, setConfigs] = useState(/** @type {Record<string, string>[] | null} */ (null));
-  useEffect(() => {
-    let stopped = false;
-    Promise.all(names.map((name) => get("run", { run: name }))).then((runs) => {
-      if (!stopped) setConfigs(runs.map((run) => run.config));
-    }, () => {});
-    return () => {
-      stopped = true;
-    };
-  }, [names.join()]);
-  if (configs === null || configs.length !== names.length) return null;
-  const keys = [...new Set(configs.flatMap((config) => Object.keys(config)))]
-    .filter((key) => configs.some((config) => config[key] !== configs[0]?.[key])).sort();
-  return html`<section aria-labelledby="differences-title"><h2 id="differences-title">Configuration: ${many(keys.length, "difference")}</h2>
-    ${keys.length > 0 && html`<div class="scroll" tabindex="0" role="group" aria-labelledby="differences-title"><table>
-      <thead><tr><th>key</th>${names.map((name, n) => html`<th><span class=${`swatch run${n % 6}`}></span> <bdi>${visible(name)}</bdi></th>`)}</tr></thead>
-      <tbody>${keys.map((key) => html`<tr key=${key}><td><code>${oneLine(key)}</code></td>
-        ${configs.map((config) => html`<td><code>${oneLine(config[key] ?? "–")}</code></td>`)}</tr>`)}</tbody></table></div>`}</section>`;
-}
 
 /**
  * The groups of one step.

@@ -1,7 +1,7 @@
 // The head of a run: how it is doing and what to do, how far it is, and what it is made of.
 import { live } from "./api.js";
 import { count, duration, many, oneLine, setting, short, visible } from "./format.js";
-import { html } from "./page.js";
+import { html, useState } from "./page.js";
 import { Status, TrialLink } from "./parts.js";
 import { link } from "./router.js";
 
@@ -31,6 +31,7 @@ export function RunHead({ run, metrics }) {
     ["machine", run.machine ? oneLine(run.machine) : null],
     ["machine-hours", hours(run.wall_s)],
     ["GPU-hours", run.gpus ? hours((run.wall_s ?? 0) * run.gpus) : null],
+    ["cost", run.wall_s == null ? null : html`<${Cost} hours=${(run.wall_s / 3600) * (run.gpus || 1)} of=${run.gpus ? "GPU-hour" : "machine-hour"} />`],
   ];
   return html`<section class="run-head" aria-label="The run">
     ${run.verdict && html`<${Verdict} verdict=${run.verdict} run=${run} />`}
@@ -39,6 +40,7 @@ export function RunHead({ run, metrics }) {
     <p class="links"><a href=${link("trials", run.name)}>trials</a>
       ${run.evaluations.length > 1 && html` <a href=${link("compare", run.name)}>before and after</a>`}
       ${" "}<a href=${`/view/run/trace?run=${encodeURIComponent(run.name)}`} download=${`${run.name}.trace.json`}>trace for Perfetto</a>
+      ${run.report && html` <a href=${`/view/run/report?run=${encodeURIComponent(run.name)}`} download=${`${run.name}.html`}>report</a>`}
       ${run.status !== "running" && html` <span class="quiet">report: <code>${visible(run.folder)}/report.html</code></span>`}</p>
     <details class="configuration"><summary>Configuration: ${many(Object.keys(run.config).length, "key")}</summary>
       <div class="scroll" tabindex="0" role="group" aria-label="Configuration"><table><tbody>${Object.entries(run.config).map(([key, value]) => html`<tr key=${key}>
@@ -57,6 +59,20 @@ function Verdict({ verdict, run }) {
       ${each.lines.length > 0 && html`<pre class="text code">${visible(each.lines.join("\n"))}</pre>`}</li>`)}</ul>`}
     ${verdict.next.length > 0 && html`<h3>What to do</h3><ol class="next">${verdict.next.map((each) => html`<li key=${each.command}>${visible(each.what)}
       <${Command} text=${each.command} /></li>`)}</ol>`}</section>`;
+}
+
+/** What the hours cost, at a price that this browser keeps. @param {{hours: number, of: string}} given */
+function Cost({ hours, of }) {
+  const key = `price of a ${of}`;
+  const [price, setPrice] = useState(() => localStorage.getItem(key) ?? "");
+  /** @param {Event} event */
+  const changed = (event) => {
+    const { value } = /** @type {HTMLInputElement} */ (event.target);
+    localStorage.setItem(key, value);
+    setPrice(value);
+  };
+  return html`${price !== "" && html`<span class="cost">${(hours * Number(price)).toFixed(2)}</span> at `}
+    <label><input type="number" min="0" step="any" value=${price} onChange=${changed} placeholder="price" aria-label=${key} /> per ${of}</label>`;
 }
 
 /** A command to paste into a terminal. @param {{text: string}} given */

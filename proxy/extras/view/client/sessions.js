@@ -20,7 +20,7 @@ export function Sessions({ place }) {
   const [fresh, setFresh] = useState(false);
   useEffect(() => {
     /** @param {import("./types.d.ts").News | null} news */
-    const heard = (news) => news && (news.begun.length > 0 || news.events.some(({ kind }) => ["marked", "rating", "tagged"].includes(kind))) && setFresh(true);
+    const heard = (news) => news && (news.begun.length > 0 || news.events.some(({ kind }) => ["marked", "rating", "refused", "tagged"].includes(kind))) && setFresh(true);
     live.listeners.add(heard);
     return () => void live.listeners.delete(heard);
   }, []);
@@ -59,7 +59,8 @@ function SessionTable({ rows, again }) {
         <${Marks} session=${each.id} marks=${each.marks} /> <${Tags} metadata=${each.metadata} /></td>
       ${placed && html`<td title=${visible(String(each.metadata["folder"] ?? ""))}><bdi>${folderName(each.metadata["folder"])}</bdi>
         ${each.metadata["git_branch"] && html`<span class="meta"><bdi>${oneLine(String(each.metadata["git_branch"]))}</bdi></span>`}</td>`}
-      <td><${Status} value=${each.status} />${" "}${each.cut > 0 && html`<span class="tag status-cut">${each.cut} cut</span>`}</td>
+      <td><${Status} value=${each.status} />${" "}${each.cut > 0 && html`<span class="tag status-cut">${each.cut} cut</span>`}
+        ${each.refused && html`<span class="tag status-cut" title=${visible(each.refused.message)}>refused</span>`}</td>
       <td title=${visible(each.rating?.comment)}><${Thumbs} session=${each} changed=${again} failed=${setError} /></td>
       <td class="n"><${Reward} value=${each.reward} /></td>
       <td class="n">${count(each.turns)}</td><td class="n">${took(each)}</td>

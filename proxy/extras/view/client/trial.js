@@ -33,7 +33,7 @@ export function Trial({ place }) {
   if (session === null || heads === null) return html`<h1>Trial</h1><${Note} error=${null} />`;
   return html`<${Top} session=${session} known=${known} />
     <${TrialFiles} session=${id} files=${known?.files ?? []} />
-    ${heads.length === 0 ? html`<p class="quiet">No call yet.</p>` : html`<div class="trial">
+    ${heads.length === 0 ? html`<p class="quiet">${session.refused ? "No call was answered." : "No call yet."}</p>` : html`<div class="trial">
       <${Tree} session=${id} heads=${heads} selected=${selected} shown=${new Set(blocks.map((b) => b.turn))} />
       <${Conversation} session=${id} heads=${heads} blocks=${blocks} selected=${selected} asked=${given >= 0} />
     </div>`}
@@ -117,6 +117,7 @@ const Top = ({ session, known }) => html`<div class="top">
     ${session.origin && html`<a href=${link("trial", session.origin.session, { turn: session.origin.turn - 1 })}>branch of
       <bdi>${visible(session.origin.session)}</bdi> at turn ${session.origin.turn}</a>`}
     <${Marks} session=${session.id} marks=${session.marks} /> ${runOf() !== null && html`<${Tags} metadata=${session.metadata} />`}</p>
+  ${session.refused && html`<p class="error refused" dir="auto">A call was refused with ${session.refused.status}: ${visible(session.refused.message)}</p>`}
   <${EndOfTrial} known=${known} /></div>`;
 
 /**

@@ -8,6 +8,7 @@ export interface Session {
   turns: number; running: number; cut: number; sampled_tokens: number; longest_path: number;
   last_at: number | null; forks: Record<string, number>; marks: Mark[];
   asked: string; rating: { value: number | null; comment: string } | null;
+  refused: { status: number; message: string } | null;
 }
 /** A search rule that a turn of a session matches. */
 export interface Mark { rule: string; action: string; turn: number; at: number; found: string; }
@@ -70,7 +71,17 @@ export interface RunNow {
   errors: { trial_id: string; error: string }[];
 }
 export interface State {
-  engines: Engine[]; policies: { name: string; version: number }[]; paused: boolean; waiting: number; rule_faults: RuleFault[]; runs?: RunStamps[]; may_edit?: boolean;
+  engines: Engine[]; policies: { name: string; version: number }[]; paused: boolean; waiting: number; rule_faults: RuleFault[]; learners?: Learner[]; runs?: RunStamps[]; may_edit?: boolean;
+}
+/** A policy that is learned from sessions; `journal` is the inode and the size of its file. */
+export interface Learner {
+  policy: string; folder: string; running: boolean; stable: number; canary: number | null; share: number;
+  frozen: boolean; order: string; journal: number[]; journal_at: number | null;
+}
+/** `went_well`: of `canary` and `stable`, how many sessions went well, and of how many. */
+export interface Decision {
+  at: number; kind: string; adapter: number | null; beside: number | null; by: string; why: string[];
+  figures: Record<string, number>; went_well: Record<string, number[]>; sessions: string[]; more_sessions: number;
 }
 /** An error while a search rule was matched; `rule` is empty and `turn` is -1 if it is not one's. */
 export interface RuleFault { rule: string; session: string; turn: number; at: number; error: string; }
@@ -95,7 +106,7 @@ export interface Run {
   name: string; folder: string; status: string | null; verdict: Verdict | null;
   steps: number | null; policy_version: number | null;
   wall_s: number | null; tokens_sampled: number | null; tokens_trained: number | null;
-  machine: string | null; gpus: number | null; error: string | null;
+  machine: string | null; gpus: number | null; report: boolean; error: string | null;
   evaluations: Evaluation[]; config: Record<string, string>;
 }
 /** A line of metrics.jsonl. */

@@ -18,13 +18,8 @@ from agent_loop.extras.swarm.episode import Episode
 from agent_loop.extras.swarm.producer import SwarmProducer
 from agent_loop.extras.swarm.table import EpisodeTable
 from agent_loop.extras.swarm.wire import Claim, EpisodeView, TrainerHello
-from tests.agent_loop.extras.swarm.conftest import (
-    ADMIN_KEY,
-    TOKEN,
-    RunningProxy,
-    RunningSwarm,
-    StartSwarm,
-)
+from tests.agent_loop.extras.swarm.conftest import TOKEN, RunningSwarm, StartSwarm
+from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 
 ONE: dict[str, Any] = {"groups": 1, "group_size": 2}
 

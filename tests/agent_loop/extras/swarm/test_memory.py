@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 
@@ -57,10 +58,11 @@ async def test_what_an_end_reports_is_bounded(start_swarm: StartSwarm, field: st
     running = await start_swarm()
     episode = await running.client.begin_episode(task_id="t", timeout_s=5)
     assert await running.call(episode) == 200
-    large = {"x" * MAX_REPORT_BYTES: 1.0}
+    large: dict[str, Any] = {field: {"x" * MAX_REPORT_BYTES: 1.0}}
+    small: dict[str, Any] = {field: {"y": 1.0}}
     with pytest.raises(SwarmError, match=rf"{field}: .*the limit is {MAX_REPORT_BYTES}"):
-        await running.client.end_episode(episode, reward=1.0, **{field: large})
-    await running.client.end_episode(episode, reward=1.0, **{field: {"y": 1.0}})
+        await running.client.end_episode(episode, reward=1.0, **large)
+    await running.client.end_episode(episode, reward=1.0, **small)
 
 
 def _episodes() -> int:

@@ -23,7 +23,8 @@ from agent_loop.extras.swarm.producer import SwarmProducer
 from agent_loop.extras.swarm.terminal import picture
 from agent_loop.extras.swarm.wire import TrainerHello
 from proxy.records.binary import decode_record
-from tests.agent_loop.extras.swarm.conftest import ADMIN_KEY, TOKEN, RunningSwarm, StartSwarm
+from tests.agent_loop.extras.swarm.conftest import TOKEN, RunningSwarm, StartSwarm
+from tests.proxy.conftest import ADMIN_KEY
 
 ONE: dict[str, Any] = {"groups": 1, "group_size": 2}
 

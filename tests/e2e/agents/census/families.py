@@ -137,7 +137,7 @@ def _save(tokenizer: Tokenizer, family: Family, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": family.ends[0], "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    model = {"max_position_embeddings": CONTEXT_TOKENS}
+    model: dict[str, int | None] = {"max_position_embeddings": CONTEXT_TOKENS}
     if family.images:
         model["image_token_id"] = tokenizer.token_to_id("<|image_pad|>")
     (folder / "config.json").write_text(json.dumps(model))

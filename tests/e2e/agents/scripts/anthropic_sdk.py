@@ -4,9 +4,10 @@ import os
 import subprocess
 
 import anthropic
+from anthropic.types import ToolParam
 
 client = anthropic.Anthropic()
-TOOL = {
+TOOL: ToolParam = {
     "name": "run_command",
     "description": "Runs a shell command.",
     "input_schema": {
@@ -28,7 +29,7 @@ while True:
     results = []
     for call in calls:
         done = subprocess.run(
-            call.input["command"], shell=True, capture_output=True, text=True, errors="replace"
+            str(call.input["command"]), shell=True, capture_output=True, text=True, errors="replace"
         )
         results.append({"type": "tool_result", "tool_use_id": call.id, "content": done.stdout})
     messages.append({"role": "user", "content": results})

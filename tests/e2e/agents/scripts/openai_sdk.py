@@ -5,8 +5,10 @@ import os
 import subprocess
 
 from openai import OpenAI
+from openai.types.chat import ChatCompletionFunctionToolParam
+from openai.types.responses import FunctionToolParam
 
-PARAMETERS = {
+PARAMETERS: dict[str, object] = {
     "type": "object",
     "properties": {"command": {"type": "string"}},
     "required": ["command"],
@@ -22,7 +24,10 @@ def run(command: str) -> str:
 
 
 def chat() -> None:
-    tool = {"type": "function", "function": {"name": "run_command", "parameters": PARAMETERS}}
+    tool: ChatCompletionFunctionToolParam = {
+        "type": "function",
+        "function": {"name": "run_command", "parameters": PARAMETERS},
+    }
     messages: list = [{"role": "user", "content": os.environ["TASK_PROMPT"]}]
     while True:
         with client.chat.completions.stream(model=MODEL, messages=messages, tools=[tool]) as stream:
@@ -36,7 +41,12 @@ def chat() -> None:
 
 
 def responses() -> None:
-    tool = {"type": "function", "name": "run_command", "parameters": PARAMETERS}
+    tool: FunctionToolParam = {
+        "type": "function",
+        "name": "run_command",
+        "parameters": PARAMETERS,
+        "strict": None,
+    }
     given: list = [{"role": "user", "content": os.environ["TASK_PROMPT"]}]
     previous = None
     while True:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from proxy.extras.export.protocol import Sample
 from proxy.extras.export.registry import open_format
-from proxy.extras.export.selection import ExportSelection, Filters
+from proxy.extras.export.selection import NO_REWARD, ExportSelection, Filters
 from proxy.records import Session, Turn, TurnStatus
 from proxy.store.protocol import SessionFilter
 from tests.proxy.conftest import RunningProxy
@@ -114,7 +114,7 @@ async def test_session_without_a_reward_is_counted_once(name: str) -> None:
     selection = ExportSelection(Recorded(0.0, 1.0, None), Filters(), open_format(name))
     rewards = [sample.reward async for unit in selection.units() for sample in unit]
     assert sorted(rewards, key=str) == [0.0, 1.0]
-    assert selection.left_out == {"sessions without a reward": 1}
+    assert selection.left_out == {NO_REWARD: 1}
 
 
 async def test_atif_document_has_observations_and_exact_tokens(proxy: RunningProxy) -> None:

@@ -36,7 +36,7 @@ def recorded_trees(draw: st.DrawFn) -> list[Turn]:
         after = draw(st.sampled_from([None, *earlier]))
         conversation = Conversation([Message("user", f"question {turn.index}")])
         request = dump_request(conversation, -1, after)
-        if turns and draw(st.booleans()):
+        if draw(st.booleans()) and turns:
             request = dump_same_request(draw(st.integers(0, turn.index - 1)))
         answer = dump_answer(Message("assistant", f"answer {turn.index}"))
         has_answer = turn.status is TurnStatus.DONE and len(turn.sampled_ids) > 0

@@ -51,7 +51,7 @@ async def ids_of(chunks: AsyncIterator[Chunk]) -> list[int]:
 class Proxy:
     """A listening hub, and the engines that joined it."""
 
-    runner: web.AppRunner
+    runner: web.BaseRunner
     port: int
     joined: asyncio.Queue[RelayEngine] = field(default_factory=asyncio.Queue)
     left: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
@@ -88,7 +88,7 @@ async def open_proxy(model: Path) -> AsyncIterator[OpenProxy]:
 
     async def start(host: str = "127.0.0.1", port: int = 0, **limits: float) -> Proxy:
         hub = RelayHub(
-            RelayConfig(token=TOKEN, **limits),  # type: ignore[arg-type]
+            RelayConfig(token=TOKEN, **limits),
             fingerprint(model),
             joined=lambda engine: proxy.joined.put(engine),
             left=lambda name: proxy.left.put(name),

@@ -9,8 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from proxy.extras.relay.weights.adapter_folders import KEPT_VERSIONS
 from proxy.extras.relay.weights.publication import ADAPTER_FILE, MANIFEST
+from proxy.routing.policies import KEPT_VERSIONS
 from tests.proxy.extras.relay.conftest import Relay
 from tests.proxy.extras.relay.weights_engine import WeightsEngine
 

@@ -150,7 +150,7 @@ def test_frame_with_different_numbers_of_ids_and_logprobs_is_refused() -> None:
     with pytest.raises(ProtocolError, match="not a whole number"):
         chunk_of(Frame(0, 0, ids=b"\0", logprobs=b"\0"))
     not_utf_8 = encode(Health(0, 0, "no")).replace(b"no", b"\xff\xff")
-    with pytest.raises(ProtocolError, match="invalid start byte"):
+    with pytest.raises(ProtocolError, match=f"a message of {len(not_utf_8)} bytes"):
         decode_to_proxy(not_utf_8)
     nested = encode(Generate(0, "r", b"", {"a": None}, None, True))
     nested = nested.replace(b"\xa1a\xc0", b"\xa1a" + b"\x91" * 100_000 + b"\xc0")
@@ -175,6 +175,7 @@ async def test_of_two_processes_that_take_over_a_name_at_once_one_becomes_the_en
     app = web.Application()
     app.router.add_get(PATH, relay.connect)
     async with TestServer(app) as server:
+        assert server.runner is not None
         proxy = Proxy(server.runner, server.port or 0)
         async with Socket(proxy) as before:
             await before.send_bytes(encode(hello(model)))

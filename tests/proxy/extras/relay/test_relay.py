@@ -130,7 +130,7 @@ async def test_call_goes_on_after_a_reconnect_that_has_lost_acknowledgements(
     async with asyncio.timeout(20):
         await lost.wait()
         engine._post = post  # type: ignore[method-assign]
-        engine._connection._socket._req.transport.abort()  # type: ignore[union-attr]
+        engine._connection._socket._req.transport.abort()
         await call
     assert read == ANSWER
 

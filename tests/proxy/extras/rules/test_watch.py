@@ -18,11 +18,11 @@ from proxy.conversation.messages import Message, dump_answer
 from proxy.errors import StoreError
 from proxy.extras.rules import watch as watching
 from proxy.extras.rules.rules import RuleConfig, RuleQuery
-from proxy.extras.rules.terms import MatchingTime, MatchJson, SearchTerms
 from proxy.extras.rules.watch import RuleWatch
 from proxy.extras.view.access import new_key
 from proxy.metrics import Metrics
 from proxy.records import Mark, Reward, RuleAction, Turn
+from proxy.search.terms import MatchingTime, MatchJson, SearchTerms
 from proxy.store import open_store
 from proxy.store.browser import Browser, SavedRule, WrittenTurn
 from proxy.store.protocol import Store

@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestServer
 from proxy.extras.view import live
 from proxy.extras.view.answers import StateJson
 from proxy.extras.view.live import LiveFeed
+from proxy.person_keys import EVERYTHING
 from proxy.records import Session, SessionKind, SessionStatus
 from proxy.store import open_store
 
@@ -29,7 +30,7 @@ async def reading(
     feed: LiveFeed, may_read: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[ClientResponse]:
     async def follow(request: web.Request) -> web.StreamResponse:
-        return await feed.stream(request, may_read)
+        return await feed.stream(request, EVERYTHING, may_read)
 
     app = web.Application()
     app.router.add_get("/", follow)
@@ -44,7 +45,7 @@ async def reading(
 async def test_text_that_is_not_utf_8_does_not_end_the_stream(tmp_path: Path) -> None:
     store = await open_store(f"sqlite:///{tmp_path / 'store.db'}")
     state: dict[str, Any] = {"runs": [{"name": "\ud800", "step": 10**30}]}
-    feed = LiveFeed(lambda: store.browser, lambda: cast("StateJson", state))
+    feed = LiveFeed(lambda: store.browser, lambda _: cast("StateJson", state))
 
     try:
         async with reading(feed, allowed) as response:
@@ -65,7 +66,7 @@ async def test_reader_whose_key_is_revoked_is_cut_off_while_there_is_news(
     monkeypatch.setattr(live, "POLL_S", 0.001)
     store = await open_store(f"sqlite:///{tmp_path / 'store.db'}")
     await store.create_session(Session("t", b"", SessionKind.TRAIN, SessionStatus.OPEN, 1.0, 2.0))
-    feed = LiveFeed(lambda: store.browser, lambda: cast("StateJson", {}))
+    feed = LiveFeed(lambda: store.browser, lambda _: cast("StateJson", {}))
 
     async def revoked() -> bool:
         return False

@@ -120,6 +120,7 @@ async def test_details_of_a_token_have_its_alternatives(
     assert "⟨U+202E⟩gnp.exe" in await tab.text("ol.alternatives li code")
     await show(tab, "/tokens/chosen?turn=0&at=0", "document.querySelector('p.alternatives')")
     assert await tab.evaluate("window.hacked") is None
+    assert "> 95 %" in await tab.text("[aria-label='Colours: probability']")
     assert await tab.evaluate(NO_OVERFLOW)
     assert tab.complaints == []
 
@@ -251,15 +252,12 @@ async def test_session_is_recognised_rated_tagged_exported_and_deleted_in_the_pa
         await asyncio.sleep(0.05)
     assert "Fix the till." in file.read_text()
 
-    await tab.click(".curation .edit > p > button:last-of-type")
-    await tab.click(".curation .danger")
-    await tab.until("document.querySelector('.curation .error')?.innerText.includes('is open')")
-    await proxy.control.complete("day/1")
+    # It is open, but its agent makes no call.
     await tab.click(".curation .edit > p > button:last-of-type")
     await tab.click(".curation .danger")
     await tab.until("document.body.innerText.includes('No session matches.')")
     assert await tab.evaluate("window.hacked") is None
-    assert [each for each in tab.complaints if "409" not in each] == []
+    assert tab.complaints == []
 
 
 async def rating(proxy: RunningProxy) -> float:
@@ -315,6 +313,23 @@ async def test_session_opens_at_its_last_turn_with_the_system_prompt_folded(
     await tab.until("document.querySelectorAll('.tree li').length === 7")
     await tab.until("document.querySelectorAll('.turn').length === 7")
     assert await tab.evaluate("scrollY") == 0
+    assert tab.complaints == []
+
+
+async def test_session_whose_only_call_was_refused_says_why(
+    start_proxy: StartProxy, tab: Tab
+) -> None:
+    proxy = await start_proxy(max_context_tokens=1000)
+    session = await proxy.session(trial_id="long")
+    long = {"messages": [user("Hi. " * 5000 + HOSTILE)]}
+    assert (await proxy.post(session, "chat/completions", long))[0] == 400
+    await enter(tab, proxy)
+    await show(tab, "/sessions", "document.querySelector('table.sessions tbody tr')")
+    assert "refused" in await tab.text("table.sessions tbody tr")
+    await show(tab, "/trial/long", "document.querySelector('.refused')")
+    assert "A call was refused with 400: " in await tab.text(".refused")
+    assert "1000" in (await tab.text(".refused")).replace(",", "")
+    assert "No call was answered." in await tab.text("main")
     assert tab.complaints == []
 
 

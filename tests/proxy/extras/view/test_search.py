@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from proxy.extras.rules import terms as search
+from proxy.errors import RequestError
+from proxy.search import terms as search
 from proxy.store import open_store
 from proxy.store.browser import WrittenTurn
 from tests.proxy.conftest import RunningProxy
@@ -53,7 +54,7 @@ async def test_text_expression_tool_and_cause_are_found_in_what_was_written(
 async def test_older_turns_are_read_by_the_next_request(
     proxy: RunningProxy, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.extras.view.api.TURNS", 2)
+    monkeypatch.setattr("proxy.search.record.TURNS", 2)
     session = await proxy.session(trial_id="s")
     for number in range(5):
         await call(proxy, session, [user(f"question {number}")])
@@ -98,7 +99,7 @@ def a_turn(text: str) -> WrittenTurn:
 def test_expression_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "REGEX_S", 0.05)
     terms = search.SearchTerms.of("", r"(a|aa)+$", "", None)
-    with pytest.raises(search.RequestError, match="took longer"):
+    with pytest.raises(RequestError, match="took longer"):
         terms.hits([a_turn("a" * 60 + "b")])
 
 
@@ -110,7 +111,7 @@ def test_many_short_texts_take_no_longer_than_one_long_text(
     terms = search.SearchTerms.of("", "a+", "", None)
     within = int(search.REGEX_S / 0.3)
     assert len(terms.hits([a_turn("a")] * within)) == within
-    with pytest.raises(search.RequestError, match="took longer"):
+    with pytest.raises(RequestError, match="took longer"):
         terms.hits([a_turn("a")] * (within + 2))
 
 

@@ -14,7 +14,7 @@ def test_good_evidence_is_imitated_and_bad_evidence_tapers() -> None:
     advantages = torch.tensor([1.0, 0.5, -1.0, -1.0, -1.0])
     sequence = torch.tensor([0, 0, 1, 1, 2])
     found = Topr().losses(logprobs, recorded, advantages, sequence)
-    found.losses.sum().backward()  # type: ignore[no-untyped-call]
+    found.losses.sum().backward()
     tapered = torch.exp(torch.tensor(-4.0))
     expected = torch.tensor([-1.0, -0.5, tapered, tapered, 1.0])
     assert logprobs.grad is not None
@@ -36,7 +36,7 @@ def test_the_loss_of_bad_evidence_has_a_minimum() -> None:
             if name == "topr":
                 loss = Topr().losses(own, recorded, minus, torch.tensor([0])).losses
             optimizer.zero_grad()
-            loss.sum().backward()  # type: ignore[no-untyped-call]
+            loss.sum().backward()
             optimizer.step()
         steps[name] = float(torch.log_softmax(logits, 0)[0].detach())
     assert steps["reinforce"] < -300

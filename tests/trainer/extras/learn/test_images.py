@@ -18,7 +18,7 @@ from tests.trainer.policy.test_image_trees import (
     PICTURES,
     StandIn,
     Written,
-    own,
+    own_code,
     picture,
     settings_of,
 )
@@ -60,7 +60,7 @@ def look(days: Days, model: Path, name: str, data: bytes, good: bool, **more: An
     assert group is not None
     batch = build_batch([group])
     batch.pictures = seen.data
-    logprobs, _ = own(model, batch, torch.ones(batch.num_tokens))
+    logprobs, _ = own_code(model, batch, torch.ones(batch.num_tokens))
     days.record_of[name] = found, [replace(turn, logprobs=logprobs.float().numpy())]
     days.images |= seen.data
 

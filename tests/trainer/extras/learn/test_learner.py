@@ -173,9 +173,12 @@ async def test_a_person_promotes_rolls_back_and_freezes(checkpoint: Path, tmp_pa
         days.state["frozen"] = True
         week(days, "first")
         await learner.tick()
-        assert kinds(learner) == ["begin"]
+        await learner.tick()
+        assert kinds(learner) == ["begin", "freeze"]
         days.state["frozen"] = False
         await learner.tick()
+        assert kinds(learner)[1:4] == ["freeze", "thaw", "update"]
+        assert not History.of(learner.journal.lines).frozen
         days.state["order"] = "promote"
         await learner.tick()
         assert learner.history.stable == 1

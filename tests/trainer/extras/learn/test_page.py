@@ -70,6 +70,13 @@ class Person:
             await self.session(f"{name}-{number}", number % 2 == 0, **metadata)
         await self.agentic_train("learn", "--config", "learn.yaml", "--once")
 
+    async def decided(self) -> list[tuple[str, int | None, str]]:
+        """What the page shows of each decision, the oldest first: kind, adapter, by whom."""
+        url, headers = f"{self.proxy.url}/view/decisions", {"Authorization": f"Bearer {ADMIN_KEY}"}
+        async with self.proxy.http.get(url, params={"policy": "work"}, headers=headers) as answer:
+            found = (await answer.json())["decisions"]
+        return [(each["kind"], each["adapter"], each["by"]) for each in reversed(found)]
+
     async def left(self) -> set[str]:
         return {each["trial_id"] for each in await self.proxy.control.list_sessions()}
 
@@ -125,6 +132,13 @@ async def test_commands_of_the_page(person: Person, capsys: pytest.CaptureFixtur
     await person.agentic_train("learn", "--config", "learn.yaml", "--once")
     await person.agentic_proxy(*show)
     assert said() == "work: stable 1, no canary"
+
+    of_one = [("update", ""), ("gate", ""), ("canary", "")]
+    assert await person.decided() == [
+        *((kind, 1, by) for kind, by in [*of_one, ("promote", "person")]),
+        *((kind, None, "person") for kind in ("freeze", "thaw")),
+        *((kind, 2, by) for kind, by in [*of_one, ("rollback", "person")]),
+    ]
 
     forget, prove = lines_of(PAGE, "agentic-train learn")
     whole = PAGE.read_text(encoding="utf-8")

@@ -62,6 +62,27 @@ def test_steps_without_signal_staleness_warnings_and_logs_are_listed(tmp_path: P
     ]
 
 
+def test_an_engine_that_was_stopped_did_not_go_wrong(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", metrics=[{"step": 1, "signal/steps_without": 0.0}])
+    folder.logs.mkdir()
+    log = folder.logs / "engine-0.log"
+    stopped = (
+        "(EngineCore pid=9) INFO 11-29 [core.py:1499] [shutdown] EngineCore: exiting busy loop\n"
+        "(APIServer pid=8) INFO 11-29 [core_client.py:770] [shutdown] MPClient: start timeout=0s\n"
+        "(APIServer pid=8) ERROR 11-29 [async_llm.py:906] Traceback (most recent call last):\n"
+        "(APIServer pid=8) ERROR 11-29 [async_llm.py:906] EngineDeadError: an issue\n"
+    )
+    log.write_text(stopped)
+    assert report_data(folder)["troubles"] == []
+    log.write_text(f"{stopped}(APIServer pid=18) ERROR 11-29 [async_llm.py:906] started again\n")
+    (again,) = report_data(folder)["troubles"]
+    assert again["count"] == 1
+    assert "started again" in again["example"]
+    log.write_text(f"(EngineCore pid=9) ERROR 11-29 [core.py:1] out of memory\n{stopped}")
+    (first,) = report_data(folder)["troubles"]
+    assert "out of memory" in first["example"]
+
+
 def test_secrets_that_errors_and_logs_repeat_are_hidden(tmp_path: Path) -> None:
     error = "no answer from http://user:hunter2@agent:9; Authorization: Basic hunter2"
     trials = [trial("t", 1, None, status="failed", error=error), trial("u", 1, 1.0, error=error)]

@@ -10,6 +10,8 @@ import pytest
 
 from proxy.cli import main
 from proxy.config import RenderingConfig
+from proxy.rendering.rendering import Rendering
+from proxy.rendering.tokenizer import load_tokenizer
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy
 from tests.proxy.serving.test_images import (
     FIRST,
@@ -18,7 +20,6 @@ from tests.proxy.serving.test_images import (
     chat,
     name,
     said,
-    seeing,
     seeing_checkpoint,
     start,
 )
@@ -26,7 +27,12 @@ from trainer.errors import ConfigError
 from trainer.extras.sft.config import SftConfig
 from trainer.extras.sft.demonstrations import Demonstrations, read_demonstrations
 
-__all__ = ["seeing", "seeing_checkpoint", "start"]
+__all__ = ["seeing_checkpoint", "start"]
+
+
+@pytest.fixture(scope="session")
+def seeing(seeing_checkpoint: Path) -> Rendering:
+    return Rendering(load_tokenizer(seeing_checkpoint), RenderingConfig())
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -131,7 +131,8 @@ def test_changes_that_are_none_are_an_error_that_names_the_tensor(
     old, new = (bytes([first]) + bytes(range(63)) for first in (0, 9))
     names = [f"run/v00000{number}-{number:012}" for number in (1, 2)]
     tensor = Tensor("w", "uint8", (64,), "uint8")
-    for name, content, form in zip(names, (old, stored), ("raw", "sparse"), strict=True):
+    forms: tuple[Literal["raw", "sparse"], ...] = ("raw", "sparse")
+    for name, content, form in zip(names, (old, stored), forms, strict=True):
         folder = published.folder / name
         folder.mkdir(parents=True)
         (folder / "a.bin").write_bytes(content)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.extras.rules.edited_tests import edited_test, is_test
+from proxy.search.edited_tests import edited_test, is_test
 
 
 def command(text: str) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from proxy.conversation.images import shown
 from proxy.conversation.messages import Message, load_answer
 from proxy.conversation.recorded import load_message
 from proxy.errors import RequestError
-from proxy.extras.rules.edited_tests import edited_test
 from proxy.http.valid_json import CLOSED
 from proxy.records import ForkCause
+from proxy.search.edited_tests import edited_test
 from proxy.store.browser import WrittenTurn
 
 REGEX_S = 1.0

@@ -1,0 +1,1 @@
+"""Codex, unmodified, learns to work on small repositories."""

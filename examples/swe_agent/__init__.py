@@ -1,0 +1,1 @@
+"""SWE-agent, unmodified, learns to work on small repositories."""
