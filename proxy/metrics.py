@@ -55,7 +55,7 @@ class Metrics:
                 "shown_as_text", "Parts of requests that models see as a short text", "type"
             ),
             "tools_left_out": self.counter(
-                "tools_left_out", "Tools that only a provider can run, in requests", "type"
+                "tools_left_out", "Tools that the model is not shown, in requests", "type"
             ),
             "scrubbed": self.counter(
                 "scrubbed", "Texts that a profile removed from system messages", "pattern"

@@ -54,6 +54,14 @@ _OPENING_TOKENS = 12
 _DRAFTED_CALLS = 4
 """Openings of calls in an answer that are tried, because those in its reasoning are no calls."""
 _OTHER_TEXTS = ("A", "B")
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
 _REFUSED = (
     AssertionError,
     AttributeError,
@@ -96,6 +104,8 @@ class Rendering:
         token = tokenizer.image_token_id if config.images else None
         self.image_token = token if token is not None and self._renders_images(token) else None
         """The id that the engine gets for each token of an image; None: images are not rendered."""
+        self.shows_tools = self._shows_tools()
+        """Whether the template writes the tools of a request into the prompt."""
 
     @property
     def name(self) -> str:
@@ -437,6 +447,16 @@ class Rendering:
             if ids.count(IMAGE) != count or token in ids:
                 return False
         return True
+
+    def _shows_tools(self) -> bool:
+        """True also for a template that refuses tools: then nothing is left out unseen."""
+        asked = [Message("user", "What do you see?")]
+        try:
+            return self._render(asked, [_TOOL], generate=True) != self._render(
+                asked, [], generate=True
+            )
+        except RequestError:
+            return True
 
     def _refuses(self, messages: Sequence[Message], shown: str) -> bool:
         """Whether the template refuses the messages with another text in place of `shown`."""

@@ -10,7 +10,9 @@ that is cancelled while it waits here leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from proxy.branching.prefix import Recognised
 from proxy.config import SessionsConfig
@@ -33,8 +35,9 @@ from proxy.serving.prompt_bounds import refuse_too_many_chars
 from proxy.serving.retries import joins
 from proxy.serving.returned_calls import Recovered
 from proxy.serving.sessions import LiveSession
-from proxy.wire.body import scrub
+from proxy.wire.body import NOTED_CHARS, scrub
 from proxy.wire.dialect import Call
+from proxy.wire.fields import Note
 from proxy.wire.images import SentImages
 
 MAX_PREFILL_CHARS = 500_000
@@ -85,6 +88,8 @@ class IncomingCalls:
             await tools.fill(session_id, live.results, request)
         if request.images is not None:
             await self._learn_images(live, request, request.images)
+        if request.conversation.tools and not self._backend.rendering.shows_tools:
+            request.notes.append(_not_shown(request.conversation.tools))
         conversation, large = request.conversation, request.is_large
         tidied = live.returned.recover(conversation)
         recognised = await self._recognised(live, conversation, large=large)
@@ -316,3 +321,8 @@ class IncomingCalls:
                 raise RequestError(
                     f"this session has reached its {name} of {limits[name]}", status=403, code=name
                 )
+
+
+def _not_shown(tools: Iterable[Mapping[str, Any]]) -> Note:
+    names = ", ".join(tool["function"]["name"] for tool in tools)
+    return Note("tools_left_out", "template", "tools", names[:NOTED_CHARS])

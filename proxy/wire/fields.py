@@ -31,7 +31,8 @@ class Note(NamedTuple):
     kind: str
     """The kind of the event: `shown_as_text`, `tools_left_out` or `scrubbed`."""
     name: str
-    """The type of the item, block or tool; the pattern of the profile that removed text."""
+    """The type of the item, block or tool; the pattern of the profile that removed text; `template`
+    for tools that the model's template does not show."""
     place: str
     text: str = ""
     """What the model sees in its place; what was removed."""

@@ -122,6 +122,14 @@ def _pieces(rendering: Rendering, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "template"])
+def test_tools_are_in_the_prompt_or_known_to_be_left_out(name: str, family_of: Any) -> None:
+    rendering = family_of(name).rendering
+    conversation = Conversation([Message("user", "Go.")], [TOOL])
+    prompt = rendering.tokenizer.decode(rendering.full(conversation).tolist())
+    assert rendering.shows_tools == (TOOL["function"]["name"] in prompt)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "template"])
 def test_concatenated_deltas_equal_the_parsed_message(name: str, family_of: Any) -> None:
     family: Family = family_of(name)
 
