@@ -56,9 +56,11 @@ class LearnClient(ProxyClient):
         canary: int | None = None,
         share: float = 0.0,
         done: str = "",
+        told: str = "",
     ) -> None:
-        """From now on, new sessions get these adapters. `done`: the order that this carries out."""
-        body = {"stable": stable, "canary": canary, "share": share, "done": done}
+        """From now on, new sessions get these adapters. `done`: the order that this carries out.
+        `told`: the name of the last switch that the journal has."""
+        body = {"stable": stable, "canary": canary, "share": share, "done": done, "told": told}
         await self._json("PUT", f"/learn/{policy}/assignment", body)
 
     async def order(self, policy: str, order: str) -> dict[str, Any]:

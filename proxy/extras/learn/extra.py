@@ -26,7 +26,7 @@ from proxy.control.schema import parsed
 from proxy.engines import guard
 from proxy.errors import ConfigurationError, ProxyError, RequestError, SessionError
 from proxy.extra import Core, Extra, ExtraConfig
-from proxy.extras.learn.assignment import Assignment
+from proxy.extras.learn.assignment import MAX_SWITCHES, Assignment
 from proxy.extras.learn.consent import has_consented
 from proxy.extras.learn.section import Recorder, make_folder
 from proxy.http.openapi import Schema
@@ -67,6 +67,8 @@ class NewAssignment(Schema):
     share: float = Field(0.0, ge=0, le=1)
     done: str = ""
     """The order that this carries out."""
+    told: str = ""
+    """The last switch that the learner's journal has."""
 
 
 class Order(Schema):
@@ -190,9 +192,10 @@ class Learning(Extra):
             if policy_name(recorder.policy, number) not in published:
                 raise RequestError(f"adapter {number} is not published", status=409)
         before = self._assignments[recorder.policy]
-        order = "" if new.done == before.order else before.order
+        is_over = new.done == before.order or new.canary != before.canary
+        order = "" if is_over else before.order
         given = {"stable": new.stable, "canary": new.canary, "share": new.share, "order": order}
-        await self._set(recorder, before.changed(time.time(), **given))
+        await self._set(recorder, before.changed(time.time(), **given).told(new.told))
         return json_answer(await self._shown(recorder))
 
     @route("PUT", _OF + r"/adapters/{number:\d+}", name="learn_adapter", summary="", **_HIDDEN)
@@ -222,13 +225,16 @@ class Learning(Extra):
         recorder = self._recorder(request)
         wanted = parsed(Order, await read_body(request)).order
         before = self._assignments[recorder.policy]
-        if wanted in ("freeze", "thaw"):
-            after = before.changed(time.time(), frozen=wanted == "freeze")
-        elif before.canary is None:
+        if wanted in ("promote", "rollback") and before.canary is None:
             raise RequestError(f"policy {recorder.policy}: there is no canary", status=409)
-        else:
-            after = before.changed(time.time(), order=wanted)
-        await self._set(recorder, after)
+        if wanted in ("promote", "thaw") and len(before.switches) >= MAX_SWITCHES:
+            raise RequestError(
+                f"policy {recorder.policy}: its learner has not read the last {MAX_SWITCHES}"
+                " orders; start it (freeze and rollback are taken)",
+                status=409,
+            )
+        person = request.get(SCOPE, EVERYTHING).person or "administrator"
+        await self._set(recorder, before.switched(wanted, time.time(), person))
         return json_answer(await self._shown(recorder))
 
     @route(

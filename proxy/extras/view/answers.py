@@ -348,12 +348,14 @@ class DecisionJson(TypedDict):
     at: float
     kind: str
     """`update`, `gate` (it has passed), `refused` (by a gate), `canary` (the comparison begins),
-    `promote`, `rollback`, `freeze`, `thaw` or `forgot`."""
+    `promote`, `rollback`, `order` (a person wants one of these), `freeze`, `thaw` or `forgot`."""
     adapter: int | None
     beside: int | None
     """Of an update: the adapter that it began with; of a canary: the stable one."""
     by: str
     """`test`, `person`, `gate`, `engine`, `undecided` or `interrupted`."""
+    person: str
+    """Who ordered it."""
     why: list[str]
     figures: dict[str, float]
     went_well: dict[str, list[int]]

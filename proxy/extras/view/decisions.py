@@ -13,8 +13,9 @@ from proxy.extras.view.answers import DecisionJson, DecisionsPage
 from proxy.run_files.json_lines import Line, lines_before
 
 JOURNAL = "journal.jsonl"
-KINDS = ("update", "gate", "canary", "promote", "rollback", "freeze", "thaw", "forgot")
+KINDS = ("update", "gate", "canary", "promote", "rollback", "order", "freeze", "thaw", "forgot")
 """The lines of a journal that are decisions."""
+ORDERS = {"promote": "to promote it", "rollback": "to roll it back"}
 MAX_WORDS = 10
 """Reasons of one decision."""
 MAX_CHARS = 500
@@ -28,18 +29,23 @@ def decisions(journal: Path, before: int | None, limit: int) -> DecisionsPage:
 
 
 def _is_decision(line: Line) -> bool:
-    return line.get("kind") in KINDS and isinstance(line.get("at"), int | float)
+    return line.get("kind") in KINDS and all(
+        isinstance(at, int | float) for at in (line.get("at"), line.get("said_at", 0))
+    )
 
 
 def _decision(line: Line) -> DecisionJson:
     kind, why = line["kind"], line.get("why") or line.get("failed") or []
+    if kind == "order":
+        why = ORDERS.get(str(line.get("order")), [])
     sessions = _texts(line.get("compared") or line.get("sessions"))
     return {
-        "at": float(line["at"]),
+        "at": float(line["said_at"] if "said_at" in line else line["at"]),
         "kind": "refused" if kind == "gate" and not line.get("passed") else kind,
         "adapter": _integer(line.get("number")),
         "beside": _integer(line.get("parent", line.get("stable"))),
         "by": str(line.get("by") or "")[:MAX_CHARS],
+        "person": str(line.get("person") or "")[:MAX_CHARS],
         "why": _texts([why] if isinstance(why, str) else why)[:MAX_WORDS],
         "figures": _figures(line, ("share", "better", "worse", "alpha", "count"), "measures"),
         "went_well": {

@@ -6,7 +6,8 @@
     {"kind": "canary", "number": 5, "stable": 3, "share": 0.5}
     {"kind": "compare", "number": 5, "since": …}
     {"kind": "promote" | "rollback", "number": 5, "by": "test" | "person" | …, "better": 12.1, …}
-    {"kind": "freeze" | "thaw", "by": "person"}
+    {"kind": "freeze" | "thaw", "by": "person", "person": "ann", "said_at": …, "switch": …}
+    {"kind": "order", "order": "promote" | "rollback", "number": 5, "person": "ann", …}
 
 `History` is what the lines say. Invariant: the journal is the learner's only state; a learner that
 is killed continues from it. A line is written before what it says is done.
@@ -112,6 +113,8 @@ class History:
     """Adapters that were not finished."""
     frozen: bool = False
     """Whether a person has stopped promotions and updates."""
+    switches: list[str] = field(default_factory=list)
+    """The names of a person's orders, in order."""
     last: int = 0
     """The largest number of an adapter."""
 
@@ -125,6 +128,8 @@ class History:
     def take(self, line: Line) -> None:
         number = line.get("number", 0)
         self.last = max(self.last, number)
+        if "switch" in line:
+            self.switches.append(line["switch"])
         match line["kind"]:
             case "session":
                 known = self.sessions.get(line["session"])

@@ -117,15 +117,32 @@ class DailyLearner:
         """Does what is due. Raises ProxyClientError, TrainerError."""
         await self._serve_what_counts(await self.recorder.assignment(self.policy))
         state = await self.recorder.assignment(self.policy)
-        if state["frozen"] != self.history.frozen:
-            self._write("freeze" if state["frozen"] else "thaw", by="person")
+        await self._note_switches(state)
         self._compare_since(state)
         await self._judge()
         state = await self.recorder.assignment(self.policy)
+        await self._note_switches(state)
         await self._decide(state)
         if self.history.canary is None and not state["frozen"]:
             await self._update_if_due()
         await self._retire(state["open"])
+
+    async def _note_switches(self, state: Mapping[str, Any]) -> None:
+        """Writes each order of a person that the journal does not have yet, in order."""
+        known = set(self.history.switches)
+        for each in state["switches"]:
+            if each["name"] in known:
+                continue
+            said = {"person": each["person"], "said_at": each["at"], "switch": each["name"]}
+            order, about = each["order"], {"number": each["canary"]} if each["canary"] else {}
+            if order in ("freeze", "thaw"):
+                self._write(order, by="person", **said)
+            else:
+                self._write("order", order=order, by="person", **about, **said)
+        if state["frozen"] != self.history.frozen:  # the recorder's file has been changed
+            self._write("freeze" if state["frozen"] else "thaw", by="person")
+        if state["switches"]:
+            await self._assign()
 
     def _compare_since(self, state: Mapping[str, Any]) -> None:
         """Compares the sessions that were created since the canary, or a person's thaw."""
@@ -371,8 +388,14 @@ class DailyLearner:
     async def _assign(self, done: str = "") -> None:
         canary = self.history.canary
         share = 0.0 if canary is None else self.history.share
+        told = self.history.switches[-1] if self.history.switches else ""
         await self.recorder.assign(
-            self.policy, stable=self.history.stable, canary=canary, share=share, done=done
+            self.policy,
+            stable=self.history.stable,
+            canary=canary,
+            share=share,
+            done=done,
+            told=told,
         )
 
     async def _retire(self, open_sessions: Mapping[str, int]) -> None:

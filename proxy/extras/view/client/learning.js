@@ -35,14 +35,14 @@ function Policy({ learner }) {
         <tbody>${/** @type {Decision[]} */ (rows).map((each) => html`<tr key=${`${each.at} ${each.kind}`}>
           <td title=${when(each.at)}>${when(each.at)}</td><td class="n">${each.adapter ?? ""}</td>
           <td><span class=${`tag ${COLOURS[each.kind] ?? ""}`}>${NAMES[each.kind] ?? oneLine(each.kind)}</span></td>
-          <td>${oneLine(each.by) || "learner"}</td><td class="words"><${Why} decision=${each} /></td></tr>`)}</tbody></table></div>`}
+          <td>${oneLine(each.person || each.by) || "learner"}</td><td class="words"><${Why} decision=${each} /></td></tr>`)}</tbody></table></div>`}
     ${more && html`<button type="button" class="more" onClick=${more}>Older decisions</button>`}</section>`;
 }
 
 /** @type {Record<string, string>} */
 const NAMES = {
   update: "trained", gate: "passed its gates", refused: "refused by a gate", canary: "started", promote: "promoted",
-  rollback: "rolled back", freeze: "frozen", thaw: "thawed", forgot: "forgotten",
+  rollback: "rolled back", order: "ordered", freeze: "frozen", thaw: "thawed", forgot: "forgotten",
 };
 /** @type {Record<string, string>} */
 const COLOURS = { canary: "status-open", promote: "status-done", rollback: "status-cut", refused: "status-cut", freeze: "fork" };

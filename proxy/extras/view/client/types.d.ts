@@ -80,8 +80,8 @@ export interface Learner {
 }
 /** `went_well`: of `canary` and `stable`, how many sessions went well, and of how many. */
 export interface Decision {
-  at: number; kind: string; adapter: number | null; beside: number | null; by: string; why: string[];
-  figures: Record<string, number>; went_well: Record<string, number[]>; sessions: string[]; more_sessions: number;
+  at: number; kind: string; adapter: number | null; beside: number | null; by: string;
+  person: string; why: string[]; figures: Record<string, number>; went_well: Record<string, number[]>; sessions: string[]; more_sessions: number;
 }
 /** An error while a search rule was matched; `rule` is empty and `turn` is -1 if it is not one's. */
 export interface RuleFault { rule: string; session: string; turn: number; at: number; error: string; }

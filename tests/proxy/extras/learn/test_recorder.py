@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from proxy.client import ProxyClientError
 from proxy.config import RenderingConfig
+from proxy.extras.learn import extra
 from proxy.extras.learn.assignment import Assignment
 from proxy.extras.learn.client import LearnClient
 from proxy.extras.learn.section import TARGET
@@ -146,6 +148,71 @@ async def test_a_session_keeps_its_adapter_and_a_canary_gets_its_share(
         assert await policies(5, **ann) == {"ann-2": 5}
         assert (await proxy.control.get_turns(kept.trial_id))[0].policy_of("") == before
     assert Assignment.read(tmp_path / "ann" / "assignment.json").stable == 2
+
+
+async def test_switches_wait_for_the_learner_with_who_ordered_them(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    file = tmp_path / "ann" / "assignment.json"
+    file.parent.mkdir()
+    file.write_text('{"stable": 0, "frozen": false, "since": 5.0, "created": 7}')  # an old one
+    people = {"people": {"ann": tmp_path / "ann.key"}}
+    proxy = await start_proxy(**learners(tmp_path), **people)
+    proxy.engine.adapters |= {f"ann@{n}": proxy.engine.script for n in (1, 2)}
+    async with (
+        client(proxy, tmp_path) as learner,
+        LearnClient(proxy.url, ADMIN_KEY) as admin,
+        LearnClient(proxy.url, (tmp_path / "ann.key").read_text().strip()) as ann,
+    ):
+        assert (await learner.assignment("ann"))["switches"] == []
+        await learner.publish_adapter("ann", 1, "ann@1")
+        await learner.publish_adapter("ann", 2, "ann@2")
+        await learner.assign("ann", stable=0, canary=1, share=0.5)
+        for person, order in ((ann, "freeze"), (ann, "freeze"), (admin, "thaw"), (ann, "promote")):
+            await person.order("ann", order)
+        (first, *_, last) = seen = (await learner.assignment("ann"))["switches"]
+        assert [(each["order"], each["person"], each["canary"]) for each in seen] == [
+            ("freeze", "ann", None),
+            ("thaw", "administrator", None),
+            ("promote", "ann", 1),
+        ]
+        assert [each["at"] for each in seen] == sorted(each["at"] for each in seen)
+        since = (await learner.assignment("ann"))["since"]
+        kept = Assignment.read(file)
+        assert [each.name for each in kept.switches] == [each["name"] for each in seen]
+        now: dict[str, Any] = {"stable": 0, "canary": 1, "share": 0.5}
+        await learner.assign("ann", **now, told=first["name"])
+        await admin.order("ann", "rollback")
+        await learner.assign("ann", **now, told=last["name"])
+        await learner.assign("ann", **now, told=first["name"])  # an earlier one changes nothing
+        after = await learner.assignment("ann")
+        assert [each["order"] for each in after["switches"]] == ["rollback"]
+        assert after["order"] == "rollback"
+        assert after["since"] > since
+        since = after["since"]
+        await learner.assign("ann", **now, told=after["switches"][0]["name"])
+        after = await learner.assignment("ann")
+        assert (after["switches"], after["since"]) == ([], since)
+        await learner.assign("ann", stable=0, canary=2, share=0.5)
+        assert (await learner.assignment("ann"))["order"] == "", "it was about the other canary"
+
+
+async def test_orders_that_no_learner_reads_are_bounded_and_a_stop_is_taken(
+    start_proxy: StartProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extra, "MAX_SWITCHES", 3)
+    proxy = await start_proxy(**learners(tmp_path))
+    async with LearnClient(proxy.url, ADMIN_KEY) as admin:
+        for order in ("freeze", "thaw", "freeze"):
+            await admin.order("ann", order)
+        with pytest.raises(ProxyClientError, match="has not read the last 3 orders") as error:
+            await admin.order("ann", "thaw")
+        assert error.value.status == 409
+    monkeypatch.setattr(extra, "MAX_SWITCHES", 2)
+    async with LearnClient(proxy.url, ADMIN_KEY) as admin:
+        await admin.order("bob", "freeze")
+        await admin.order("bob", "thaw")
+        assert (await admin.order("bob", "freeze"))["frozen"]
 
 
 async def test_a_decision_is_shown_at_the_session_and_named_policies_stay(

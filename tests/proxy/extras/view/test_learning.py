@@ -41,6 +41,15 @@ JOURNAL: list[dict[str, Any]] = [
     {"kind": "canary", "number": 2, "stable": 0, "share": 0.5},
     {"kind": "compare", "number": 2, "since": BEGAN},
     {
+        "kind": "order",
+        "order": "rollback",
+        "number": 2,
+        "by": "person",
+        "person": "ann",
+        "said_at": BEGAN - 86_400,
+        "switch": "a",
+    },
+    {
         "kind": "promote",
         "number": 2,
         "by": "test",
@@ -106,14 +115,15 @@ async def test_decisions_are_read_page_by_page_whatever_the_journal_holds(
             break
         before = {"before": str(page["next"])}
     assert [each["kind"] for each in found] == [
-        *("forgot", "thaw", "freeze", "promote", "canary", "gate", "update"),
+        *("forgot", "thaw", "freeze", "promote", "order", "canary", "gate", "update"),
         *("rollback", "refused", "update"),
     ]
     promoted = found[3]
     assert promoted["went_well"] == {"canary": [9, 10], "stable": [4, 11]}
     assert promoted["figures"] == {"better": 21.3, "worse": 0.2, "alpha": 0.05}
     assert promoted["sessions"] == [f"s-{n}" for n in range(8)]
-    assert found[8]["figures"] == {"kl": 0.5}
+    assert found[9]["figures"] == {"kl": 0.5}
+    assert (found[4]["person"], found[4]["at"]) == ("ann", BEGAN - 86_400)
     assert found[0]["sessions"] == []
 
 
@@ -126,7 +136,7 @@ async def test_every_decision_is_in_the_page_with_its_figures_and_its_reason(
     write(tmp_path / "work", JOURNAL)
     await enter(tab, proxy)
     await tab.until("[...document.querySelectorAll('nav a')].some(a => a.innerText === 'Learning')")
-    await show(tab, "/learning", f"{ROWS}.length === 10")
+    await show(tab, "/learning", f"{ROWS}.length === 11")
     told = await tab.evaluate(
         f"{ROWS}.map(row => [...row.children].slice(1).map(cell => cell.innerText))"
     )
@@ -135,6 +145,7 @@ async def test_every_decision_is_in_the_page_with_its_figures_and_its_reason(
         ["", "thawed", "person"],
         ["", "frozen", "person"],
         ["2", "promoted", "test"],
+        ["2", "ordered", "ann"],
         ["2", "started", "learner"],
         ["2", "passed its gates", "learner"],
         ["2", "trained", "learner"],
@@ -145,9 +156,10 @@ async def test_every_decision_is_in_the_page_with_its_figures_and_its_reason(
     assert "went well: canary 9 of 10, stable 4 of 11" in told[3][3]
     assert "evidence that it is better 21.3, worse 0.2, of 20" in told[3][3]
     assert "compared 8 sessions" in told[3][3]
-    assert "50 % of new sessions, compared with the model as it is" in told[4][3]
-    assert told[7][3] == "KL 0.5 above gates.max_kl=0.3"
-    assert "kl 0.5; KL 0.5 above gates.max_kl=0.3" in told[8][3]
+    assert told[4][3] == "to roll it back"
+    assert "50 % of new sessions, compared with the model as it is" in told[5][3]
+    assert told[8][3] == "KL 0.5 above gates.max_kl=0.3"
+    assert "kl 0.5; KL 0.5 above gates.max_kl=0.3" in told[9][3]
     assert "2 sessions" in told[0][3]
     await tab.evaluate(f"{ROWS}[3].querySelector('summary').click()")
     await tab.until(f"{ROWS}[3].querySelectorAll('details[open] a').length === 8")
@@ -159,7 +171,7 @@ async def test_every_decision_is_in_the_page_with_its_figures_and_its_reason(
     with running(tmp_path / "work"):
         await tab.until("document.querySelector('main').innerText.includes('The learner runs.')")
         write(tmp_path / "work", [*JOURNAL, {"kind": "rollback", "number": 3, "by": "person"}])
-        await tab.until(f"{ROWS}.length === 11")
+        await tab.until(f"{ROWS}.length === 12")
         assert "rolled back" in await tab.text(".decisions tbody tr")
     async with LearnClient(proxy.url, ADMIN_KEY) as admin:
         await admin.order("work", "freeze")
@@ -192,14 +204,14 @@ async def test_decisions_are_text_that_fits_a_phone_in_both_colours(
     await tab.evaluate(AXE.read_text() + "; undefined")
     for scheme in ("light", "dark"):
         await tab.colours(scheme)
-        await show(tab, "/learning", f"{ROWS}.length === 12")
+        await show(tab, "/learning", f"{ROWS}.length === 13")
         await tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
         assert await violations(tab) == []
     told = await tab.text(".decisions tbody tr")
     assert told.count("<script>window.hacked = 1</script>") == 4
     assert "⟨U+202E⟩gnp.exe" in told
     await tab.size(390, 844, phone=True)
-    await show(tab, "/learning", f"{ROWS}.length === 12")
+    await show(tab, "/learning", f"{ROWS}.length === 13")
     assert await tab.evaluate(NO_OVERFLOW)
     assert await tab.evaluate("window.hacked") is None
     assert await tab.evaluate("document.querySelectorAll('main script, main img').length") == 0

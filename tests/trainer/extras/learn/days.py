@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from proxy.client import ProxyClientError
 from proxy.control.record_view import session_view
 from proxy.conversation.messages import Message, ToolCall, dump_answer
+from proxy.extras.learn.assignment import Assignment, Switch
 from proxy.extras.learn.section import Recorder
 from proxy.records import (
     FinishReason,
@@ -134,6 +135,7 @@ class Days:
             "order": "",
             "frozen": False,
             "since": 0.0,
+            "switches": (),
         }
     )
     open: dict[str, int] = field(default_factory=dict)
@@ -170,12 +172,26 @@ class Days:
     async def assignment(self, policy: str) -> Mapping[str, Any]:
         return {**self.state, "open": dict(self.open)}
 
-    async def assign(self, policy: str, *, done: str = "", **now: Any) -> None:
-        for number in (now["stable"], now.get("canary")):
+    def order(self, order: str, at: float, person: str) -> None:
+        """As a person's order to the recorder."""
+        self._keep(self._now().switched(order, at, person))
+
+    async def assign(
+        self, policy: str, *, done: str = "", told: str = "", canary: int | None = None, **now: Any
+    ) -> None:
+        for number in (now["stable"], canary):
             assert not number or number in self.published
-        order = "" if done == self.state["order"] else self.state["order"]
-        since = self.state["since"] or 2000.0  # after the sessions of `day`
-        self.state |= {"canary": None, **now, "order": order, "since": since + 10}
+        before = self._now()
+        order = "" if done == before.order or canary != before.canary else before.order
+        since = (before.since or 2000.0) + 10  # after the sessions of `day`
+        self._keep(before.changed(since, **now, canary=canary, order=order).told(told))
+
+    def _now(self) -> Assignment:
+        switches = tuple(Switch(**each) for each in self.state["switches"])
+        return Assignment(**self.state | {"switches": switches})
+
+    def _keep(self, after: Assignment) -> None:
+        self.state = asdict(after)
 
 
 def config(checkpoint: Path, folder: Path, engine: str, **more: Any) -> LearnConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from trainer.extras.learn.journal import History, Journal
 from trainer.extras.learn.learner import DailyLearner
 from trainer.extras.learn.rebuild import RebuildError, forget, proven
 from trainer.extras.learn.update import balanced
-from trainer.extras.ledger.ledger import LedgerError
+from trainer.extras.ledger.ledger import LedgerError, Line
 
 GOOD, BAD = (7, 8), (9, 10)
 
@@ -194,6 +195,80 @@ async def test_a_person_promotes_rolls_back_and_freezes(checkpoint: Path, tmp_pa
         (last,) = [line for line in learner.journal.lines if line["kind"] == "rollback"]
         assert last["by"] == "person"
         assert learner.history.stable == 1
+
+
+class Killed(BaseException):
+    """The learner is killed."""
+
+
+def orders(lines: Sequence[Line]) -> list[tuple[str, float, str]]:
+    """What the journal says that people have ordered: what, when, who."""
+    found = [line for line in lines if "switch" in line]
+    return [
+        (str(line.get("order", line["kind"])), line["said_at"], line["person"]) for line in found
+    ]
+
+
+@pytest.mark.parametrize("killed_after", [None, 0, 1, 7, 20])
+async def test_every_order_between_two_looks_is_a_line_once(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int | None
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        week(days, "first")
+        await learner.tick()
+        assert learner.history.canary == 1
+        given = []
+        for number in range(20):
+            order = ("freeze", "promote", "thaw", "rollback")[number % 4]
+            given.append((order, 5000.0 + number, ("ann", "bob")[number % 2]))
+            days.order(*given[-1])
+            days.order(*given[-1])  # changes nothing
+        if killed_after is not None:
+            written, write = 0, Journal.write
+
+            def until_killed(journal: Journal, kind: str, **more: Any) -> Line:
+                nonlocal written
+                if written == killed_after:
+                    raise Killed
+                written += 1
+                return write(journal, kind, **more)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Journal, "write", until_killed)
+                with pytest.raises(Killed):
+                    await learner.tick()
+            assert orders(Journal(tmp_path / "l").lines) == given[:killed_after]
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        await learner.tick()
+        await learner.tick()
+        assert orders(learner.journal.lines) == given
+        assert learner.journal.lines[-1]["kind"] == "rollback", "the last order is done"
+        assert not learner.history.frozen
+        assert not days.state["switches"]
+        days.order("freeze", 6000.0, "ann")
+        days.order("thaw", 6001.0, "bob")
+        await learner.tick()
+        assert orders(learner.journal.lines)[20:] == [
+            ("freeze", 6000.0, "ann"),
+            ("thaw", 6001.0, "bob"),
+        ]
+    lines = [line["kind"] for line in Journal(tmp_path / "l").lines]
+    assert lines.count("freeze") == lines.count("thaw") == 6
+    assert lines.count("order") == 10
+
+
+async def test_an_order_of_before_the_switches_is_a_line(checkpoint: Path, tmp_path: Path) -> None:
+    days = Days()
+    days.state["frozen"] = True  # as a file of an earlier release says it
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        await learner.tick()
+        await learner.tick()
+        assert kinds(learner) == ["begin", "freeze"]
+        days.order("thaw", 5000.0, "ann")
+        await learner.tick()
+        assert kinds(learner) == ["begin", "freeze", "thaw"]
+        assert orders(learner.journal.lines) == [("thaw", 5000.0, "ann")]
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,9 @@ async def test_commands_of_the_page(person: Person, capsys: pytest.CaptureFixtur
 
     of_one = [("update", ""), ("gate", ""), ("canary", "")]
     assert await person.decided() == [
-        *((kind, 1, by) for kind, by in [*of_one, ("promote", "person")]),
+        *((kind, 1, by) for kind, by in [*of_one, ("order", "person"), ("promote", "person")]),
         *((kind, None, "person") for kind in ("freeze", "thaw")),
-        *((kind, 2, by) for kind, by in [*of_one, ("rollback", "person")]),
+        *((kind, 2, by) for kind, by in [*of_one, ("order", "person"), ("rollback", "person")]),
     ]
 
     forget, prove = lines_of(PAGE, "agentic-train learn")
