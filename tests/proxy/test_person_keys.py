@@ -200,7 +200,9 @@ async def test_a_person_works_in_the_page_on_own_sessions_alone(team: Team, tab:
     mine = (await team.session("ann", "ann/one", metadata={"learn": "yes"})).trial_id
     for name in ("ann", "bob"):
         said = f"of {name}"
-        write(team.folder / name, [{"kind": "rollback", "number": 1, "by": "gate", "why": [said]}])
+        write(
+            team.folder / name, [{"kind": "rollback", "number": 1, "by": "engine", "why": [said]}]
+        )
     await tab.open(team.proxy.url)
     await tab.until("document.querySelector('#secret')")
     await tab.evaluate(f"document.querySelector('#secret').value = {team.keys['ann']!r}")

@@ -347,7 +347,7 @@ class DecisionJson(TypedDict):
 
     at: float
     kind: str
-    """`update`, `gate` (it has passed), `refused` (by a gate), `canary` (the comparison begins),
+    """`update`, `failed` (an update), `gate` (passed), `refused` (by a gate), `canary` (it begins),
     `promote`, `rollback`, `order` (a person wants one of these), `freeze`, `thaw` or `forgot`."""
     adapter: int | None
     beside: int | None

@@ -16,6 +16,8 @@ JOURNAL = "journal.jsonl"
 KINDS = ("update", "gate", "canary", "promote", "rollback", "order", "freeze", "thaw", "forgot")
 """The lines of a journal that are decisions."""
 ORDERS = {"promote": "to promote it", "rollback": "to roll it back"}
+COUNTED = ("replayed", "set_aside")
+"""The lists of sessions of which the page has the lengths."""
 MAX_WORDS = 10
 """Reasons of one decision."""
 MAX_CHARS = 500
@@ -41,13 +43,16 @@ def _decision(line: Line) -> DecisionJson:
     sessions = _texts(line.get("compared") or line.get("sessions"))
     return {
         "at": float(line["said_at"] if "said_at" in line else line["at"]),
-        "kind": "refused" if kind == "gate" and not line.get("passed") else kind,
+        "kind": _kind(line),
         "adapter": _integer(line.get("number")),
         "beside": _integer(line.get("parent", line.get("stable"))),
         "by": str(line.get("by") or "")[:MAX_CHARS],
         "person": str(line.get("person") or "")[:MAX_CHARS],
         "why": _texts([why] if isinstance(why, str) else why)[:MAX_WORDS],
-        "figures": _figures(line, ("share", "better", "worse", "alpha", "count"), "measures"),
+        "figures": {
+            **_figures(line, ("share", "better", "worse", "alpha", "count"), "measures"),
+            **{name: float(len(_texts(line.get(name)))) for name in COUNTED if line.get(name)},
+        },
         "went_well": {
             name: [each for each in counts if isinstance(each, int)][:2]
             for name, counts in _fields(line.get("well")).items()
@@ -56,6 +61,12 @@ def _decision(line: Line) -> DecisionJson:
         "sessions": [] if kind == "forgot" else sessions[:MAX_SESSIONS],
         "more_sessions": 0 if kind == "forgot" else max(0, len(sessions) - MAX_SESSIONS),
     }
+
+
+def _kind(line: Line) -> str:
+    if line["kind"] == "gate" and not line.get("passed"):
+        return "refused"
+    return "failed" if line["kind"] == "update" and line.get("failed") else str(line["kind"])
 
 
 def _figures(line: Line, names: tuple[str, ...], within: str) -> dict[str, float]:

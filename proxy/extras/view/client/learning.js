@@ -34,18 +34,34 @@ function Policy({ learner }) {
         <thead><tr><th>when</th><th class="n">adapter</th><th>decision</th><th>by</th><th>why</th></tr></thead>
         <tbody>${/** @type {Decision[]} */ (rows).map((each) => html`<tr key=${`${each.at} ${each.kind}`}>
           <td title=${when(each.at)}>${when(each.at)}</td><td class="n">${each.adapter ?? ""}</td>
-          <td><span class=${`tag ${COLOURS[each.kind] ?? ""}`}>${NAMES[each.kind] ?? oneLine(each.kind)}</span></td>
-          <td>${oneLine(each.person || each.by) || "learner"}</td><td class="words"><${Why} decision=${each} /></td></tr>`)}</tbody></table></div>`}
+          <td><span class=${`tag ${COLOURS[each.kind] ?? ""}`}>${neverServed(each) ? "discarded" : NAMES[each.kind] ?? oneLine(each.kind)}</span></td>
+          <td>${by(each)}</td><td class="words"><${Why} decision=${each} /></td></tr>`)}</tbody></table></div>`}
     ${more && html`<button type="button" class="more" onClick=${more}>Older decisions</button>`}</section>`;
 }
 
 /** @type {Record<string, string>} */
 const NAMES = {
-  update: "trained", gate: "passed its gates", refused: "refused by a gate", canary: "started", promote: "promoted",
+  update: "trained", failed: "not trained", gate: "passed its gates", refused: "refused by a gate",
+  canary: "became the canary", promote: "promoted",
   rollback: "rolled back", order: "ordered", freeze: "frozen", thaw: "thawed", forgot: "forgotten",
 };
 /** @type {Record<string, string>} */
-const COLOURS = { canary: "status-open", promote: "status-done", rollback: "status-cut", refused: "status-cut", freeze: "fork" };
+const COLOURS = { canary: "status-open", promote: "status-done", rollback: "status-cut", refused: "status-cut", failed: "status-cut", freeze: "fork" };
+
+/** Measures of the gates (trainer/extras/learn/gates.py). @type {Record<string, string>} */
+const MEASURES = { kl: "KL", entropy: "entropy (of before)", held_out: "held-out sessions" };
+
+/** Whether it ends an adapter that was never a canary. @param {Decision} decision */
+function neverServed({ kind, by: cause }) {
+  return kind === "rollback" && ["gate", "engine", "interrupted"].includes(cause);
+}
+
+/** @param {Decision} decision */
+function by({ kind, by: cause, person }) {
+  if (kind === "forgot") return "person";
+  const learner = ["", "undecided", "interrupted"].includes(cause);
+  return oneLine(person) || (learner ? "learner" : oneLine(cause));
+}
 
 /** What new sessions get. @param {Learner} learner */
 function served({ stable, canary, share: part, frozen, order }) {
@@ -66,22 +82,28 @@ function stand({ running, journal_at: at }) {
 /** @param {{decision: Decision}} given */
 function Why({ decision }) {
   const { kind, why, sessions, more_sessions: further } = decision;
-  const words = [...told(decision), ...why.map(oneLine)].join("; ");
+  const said = kind === "rollback" && decision.by === "gate" ? [] : why;  // the gate's own row has it
+  const words = [...told(decision), ...said.map(oneLine)].join("; ");
   const all = sessions.length + further;
-  return html`${words}${all > 0 && html`<details><summary>${kind === "update" ? "trained on" : "compared"} ${many(all, "session")}</summary>
+  return html`${words}${all > 0 && html`<details><summary>${{ update: "trained on", failed: "from" }[kind] ?? "compared"} ${many(all, "session")}</summary>
     ${sessions.map((id) => html`<${TrialLink} id=${id} /> `)}${further > 0 && `and ${count(further)} more`}</details>`}`;
 }
 
 /** The figures of a decision, as sentences. @param {Decision} decision @returns {string[]} */
-function told({ kind, beside, figures, went_well: well }) {
-  const { better, worse, alpha, share: part } = figures;
-  if (kind === "update") return [beside ? `from adapter ${beside}` : "from the model as it is"];
+function told({ kind, by: cause, beside, figures, went_well: well }) {
+  const { better, worse, alpha, share: part, replayed, set_aside: aside } = figures;
+  const again = replayed ? [`with ${many(replayed, "earlier session")} again`] : [];
+  if (kind === "update" || kind === "failed") return [beside ? `from adapter ${beside}` : "from the model as it is", ...again];
   if (kind === "canary") return [`${share(part)} of new sessions, compared with ${beside ? `adapter ${beside}` : "the model as it is"}`];
   if (kind === "forgot") return [many(figures["count"] ?? 0, "session")];
-  if (kind === "gate" || kind === "refused") return [Object.entries(figures).map(([name, value]) => `${oneLine(name).replaceAll("_", " ")} ${number(value)}`).join(", ")].filter(Boolean);
+  if (kind === "gate" || kind === "refused") return [Object.entries(figures).map(([name, value]) => `${MEASURES[name] ?? oneLine(name).replaceAll("_", " ")} ${number(value)}`).join(", ")].filter(Boolean);
   const went = Object.entries(well).map(([name, [good, of]]) => `${oneLine(name)} ${count(good ?? 0)} of ${count(of ?? 0)}`);
+  const compared = Object.values(well).reduce((sum, [, of]) => sum + (of ?? 0), 0);
   return [
+    ...(kind === "rollback" && cause === "undecided" ? [`undecided after ${many(compared, "session")}`] : []),
+    ...(cause === "interrupted" ? ["the learner was stopped before it was finished"] : []),
     ...(went.length ? [`went well: ${went.join(", ")}`] : []),
-    ...(better === undefined ? [] : [`evidence that it is better ${number(better)}, worse ${number(worse)}${alpha ? `, of ${number(1 / alpha)}` : ""}`]),
+    ...(better === undefined ? [] : [`evidence that it is better ${number(better)}, that it is worse ${number(worse)}${alpha ? ` (${number(1 / alpha)} decides)` : ""}`]),
+    ...(aside ? [`its ${many(aside, "session")} will not be trained again`] : []),
   ];
 }

@@ -35,8 +35,14 @@ JOURNAL: list[dict[str, Any]] = [
         "measures": {"kl": 0.5, "entropy": None},
         "why": ["KL 0.5 above gates.max_kl=0.3"],
     },
-    {"kind": "rollback", "number": 1, "by": "gate", "why": ["KL 0.5 above gates.max_kl=0.3"]},
-    {"kind": "update", "number": 2, "parent": 0, "sessions": ["s-2", "s-3"], "replayed": []},
+    {
+        "kind": "rollback",
+        "number": 1,
+        "by": "gate",
+        "why": ["KL 0.5 above gates.max_kl=0.3"],
+        "set_aside": ["s-0", "s-1"],
+    },
+    {"kind": "update", "number": 2, "parent": 0, "sessions": ["s-2"], "replayed": ["s-0"]},
     {"kind": "gate", "number": 2, "passed": True, "measures": {"kl": 0.02}, "why": []},
     {"kind": "canary", "number": 2, "stable": 0, "share": 0.5},
     {"kind": "compare", "number": 2, "since": BEGAN},
@@ -123,6 +129,7 @@ async def test_decisions_are_read_page_by_page_whatever_the_journal_holds(
     assert promoted["figures"] == {"better": 21.3, "worse": 0.2, "alpha": 0.05}
     assert promoted["sessions"] == [f"s-{n}" for n in range(8)]
     assert found[9]["figures"] == {"kl": 0.5}
+    assert found[8]["figures"] == {"set_aside": 2.0}
     assert (found[4]["person"], found[4]["at"]) == ("ann", BEGAN - 86_400)
     assert found[0]["sessions"] == []
 
@@ -141,25 +148,26 @@ async def test_every_decision_is_in_the_page_with_its_figures_and_its_reason(
         f"{ROWS}.map(row => [...row.children].slice(1).map(cell => cell.innerText))"
     )
     assert [row[:3] for row in told] == [
-        ["", "forgotten", "learner"],
+        ["", "forgotten", "person"],
         ["", "thawed", "person"],
         ["", "frozen", "person"],
         ["2", "promoted", "test"],
         ["2", "ordered", "ann"],
-        ["2", "started", "learner"],
+        ["2", "became the canary", "learner"],
         ["2", "passed its gates", "learner"],
         ["2", "trained", "learner"],
-        ["1", "rolled back", "gate"],
+        ["1", "discarded", "gate"],
         ["1", "refused by a gate", "learner"],
         ["1", "trained", "learner"],
     ]
     assert "went well: canary 9 of 10, stable 4 of 11" in told[3][3]
-    assert "evidence that it is better 21.3, worse 0.2, of 20" in told[3][3]
+    assert "evidence that it is better 21.3, that it is worse 0.2 (20 decides)" in told[3][3]
     assert "compared 8 sessions" in told[3][3]
     assert told[4][3] == "to roll it back"
     assert "50 % of new sessions, compared with the model as it is" in told[5][3]
-    assert told[8][3] == "KL 0.5 above gates.max_kl=0.3"
-    assert "kl 0.5; KL 0.5 above gates.max_kl=0.3" in told[9][3]
+    assert told[7][3].startswith("from the model as it is; with 1 earlier session again")
+    assert told[8][3] == "its 2 sessions will not be trained again"
+    assert "KL 0.5; KL 0.5 above gates.max_kl=0.3" in told[9][3]
     assert "2 sessions" in told[0][3]
     await tab.evaluate(f"{ROWS}[3].querySelector('summary').click()")
     await tab.until(f"{ROWS}[3].querySelectorAll('details[open] a').length === 8")
@@ -170,9 +178,24 @@ async def test_every_decision_is_in_the_page_with_its_figures_and_its_reason(
     assert "The learner has not run yet." in text
     with running(tmp_path / "work"):
         await tab.until("document.querySelector('main').innerText.includes('The learner runs.')")
-        write(tmp_path / "work", [*JOURNAL, {"kind": "rollback", "number": 3, "by": "person"}])
-        await tab.until(f"{ROWS}.length === 12")
-        assert "rolled back" in await tab.text(".decisions tbody tr")
+        more = [
+            {"kind": "update", "number": 3, "parent": 2, "sessions": ["s-4"], "failed": "NaN"},
+            {"kind": "rollback", "number": 4, "by": "interrupted"},
+            {"kind": "rollback", "number": 5, "by": "undecided", "well": {"canary": [1, 40]}},
+        ]
+        write(tmp_path / "work", [*JOURNAL, *more])
+        await tab.until(f"{ROWS}.length === 14")
+        told = await tab.evaluate(f"{ROWS}.slice(0, 3).map(row => row.innerText)")
+        for row, words in zip(
+            told,
+            (
+                ("rolled back", "learner", "undecided after 40 sessions"),
+                ("discarded", "learner", "stopped before it was finished"),
+                ("not trained", "from adapter 2; NaN", "from 1 session"),
+            ),
+            strict=True,
+        ):
+            assert all(word in row for word in words), row
     async with LearnClient(proxy.url, ADMIN_KEY) as admin:
         await admin.order("work", "freeze")
     await tab.until("document.querySelector('.served').innerText.includes('Frozen')")
