@@ -7,12 +7,14 @@ session is removed from the store behind no living proxy's back while a call cou
 
 from __future__ import annotations
 
+import aiohttp
+
 from proxy.admin_key import configured_key
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.config import ProxyConfig
 from proxy.errors import SessionError
-from proxy.machine.port import http_url
 from proxy.records import SessionStatus
+from proxy.serving.forwarding import UNIX
 from proxy.store.curation import removable
 from proxy.store.protocol import Store
 
@@ -32,10 +34,7 @@ async def remove(store: Store, config: ProxyConfig, session_id: str) -> None:
     if not serving:
         await store.delete_session(session_id)
         return
-    own = config.public_url or http_url(config.host, config.port)
-    # Processes that share a port have addresses of their own, which are sockets.
-    addresses = [address if address.startswith("http") else own for address in serving]
-    refused = [await _ask(each, config, session_id) for each in addresses]
+    refused = [await _ask(each, config, session_id) for each in serving]
     if all(refused):
         raise SessionError(
             f"session {session_id!r} is open, and no proxy of its store could be asked to end it:"
@@ -44,11 +43,33 @@ async def remove(store: Store, config: ProxyConfig, session_id: str) -> None:
         )
 
 
-async def _ask(url: str, config: ProxyConfig, session_id: str) -> str:
+async def _ask(address: str, config: ProxyConfig, session_id: str) -> str:
     """Why the proxy has not deleted the session; empty if it has."""
-    async with ProxyClient(url, configured_key(config, url), timeout_s=ANSWER_S) as client:
+    key = configured_key(config, address if address.startswith("http") else SocketClient.URL)
+    async with _client(address, key) as client:
         try:
             await client.delete(session_id)
         except ProxyClientError as error:
-            return str(error) if error.status else f"none answers at {url}"
+            return str(error) if error.status else f"none answers at {address}"
     return ""
+
+
+def _client(address: str, key: str | None) -> ProxyClient:
+    if address.startswith(UNIX):
+        return SocketClient(address.removeprefix(UNIX), key, timeout_s=ANSWER_S)
+    return ProxyClient(address, key, timeout_s=ANSWER_S)
+
+
+class SocketClient(ProxyClient):
+    """A client of one of several processes that share a port, by the socket of its own, which its
+    user can access."""
+
+    URL = "http://localhost"
+    """That of its requests, which names no port."""
+
+    def __init__(self, socket: str, admin_key: str | None, *, timeout_s: float) -> None:
+        super().__init__(self.URL, admin_key, timeout_s=timeout_s)
+        self._socket = socket
+
+    def _pool(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(connector=aiohttp.UnixConnector(self._socket))

@@ -46,7 +46,8 @@ RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Delays between look-ups of the holder of a session while the holder does not answer: it has died,
 which the store detects soon, or its port is closed and it is releasing the session."""
 _MISDIRECTED = 421
-_UNIX = "unix:"
+UNIX = "unix:"
+"""Begins the address of a process that shares a port with others: its own socket."""
 _OF_THE_CONNECTION = frozenset(
     {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "upgrade", "expect"}
     | {"content-encoding", "te", "trailer"}
@@ -144,7 +145,7 @@ class Forwarding:
 def own_address(config: ListenConfig, port: int, own_socket: str | None) -> str:
     """The address at which other processes can reach this one."""
     if own_socket is not None:
-        return _UNIX + own_socket
+        return UNIX + own_socket
     if config.peer_url is not None:
         return config.peer_url.rstrip("/")
     host = _OUTWARD[config.host]() if config.host in _OUTWARD else config.host
@@ -268,13 +269,13 @@ async def _probe_until_silent(
 
 
 def _root(address: str) -> str:
-    return "http://holder" if address.startswith(_UNIX) else address
+    return "http://holder" if address.startswith(UNIX) else address
 
 
 def _client(address: str, keep_s: float = 15.0) -> aiohttp.ClientSession:
     """`keep_s`: how long a connection stays open after its answer, if the session does."""
-    if address.startswith(_UNIX):
-        path = address.removeprefix(_UNIX)
+    if address.startswith(UNIX):
+        path = address.removeprefix(UNIX)
         connector: aiohttp.BaseConnector = aiohttp.UnixConnector(path, keepalive_timeout=keep_s)
     else:
         connector = aiohttp.TCPConnector(keepalive_timeout=keep_s)

@@ -20,6 +20,7 @@ import aiohttp
 import orjson
 import pytest
 
+import proxy.cli
 from proxy.client import ProxyClient, SessionHandle
 from proxy.records import Reward, TurnStatus
 from proxy.rendering.rendering import Rendering
@@ -89,6 +90,30 @@ async def test_sessions_are_consistent_in_all_processes(
     assert [turn.parent for turn in turns] == [None, *range(11)]
     assert all(turn.status is TurnStatus.DONE for turn in turns)
     assert refused == [409] * 6
+
+
+async def test_open_session_is_deleted_without_the_address_of_the_port(
+    checkpoint: Path, rendering: Rendering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--port 0` is not the configured one; the store has the processes' own sockets."""
+    monkeypatch.delenv("AGENTIC_PROXY_ADMIN_KEY", raising=False)
+    key = tmp_path / "admin"
+    monkeypatch.setenv("AGENTIC_PROXY_ADMIN_KEY_FILE", str(key))
+    delete = ["sessions", "delete", "open", "--store", f"sqlite:///{tmp_path}/shared.sqlite"]
+    end = rendering.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    async with ScriptedEngine(lambda _: [end]) as engine:
+        with two_workers(checkpoint, engine.url, tmp_path) as (url, _):
+            async with ProxyClient(url, ADMIN_KEY) as control:
+                session = await control.create_session("open")
+                messages = [{"role": "user", "content": "Count."}]
+                assert (await ask(session, messages))[0] == 200
+                key.write_text("another\n")
+                assert await asyncio.to_thread(proxy.cli.main, delete) == 2
+                assert (await ask(session, messages))[0] == 200
+                key.write_text(f"{ADMIN_KEY}\n")
+                assert await asyncio.to_thread(proxy.cli.main, delete) == 0
+                assert [(await ask(session, messages))[0] for _ in range(6)] == [401] * 6
+                assert await control.list_sessions() == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
