@@ -22,7 +22,16 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_e
 from proxy.admin_key import client_key
 from proxy.http.server import sent_body
 from proxy.machine.direct_hosts import proxy_for
-from proxy.records import Origin, Quota, Reward, ServedPolicy, Session, SessionKind, Turn
+from proxy.records import (
+    Origin,
+    Quota,
+    RecordedImage,
+    Reward,
+    ServedPolicy,
+    Session,
+    SessionKind,
+    Turn,
+)
 from proxy.records.binary import CONTENT_TYPE, decode_record, origin_fields
 
 
@@ -171,10 +180,15 @@ class ProxyClient:
     async def image(self, trial_id: str, sha256: str) -> bytes:
         """An image of a turn (`Turn.images`), as the agent sent it. Raises ProxyClientError (404:
         no turn of the session has it) and ValueError (the bytes are others)."""
-        data = await self._bytes("GET", _session_path(trial_id, f"images/{sha256}"))
+        return (await self.recorded_image(trial_id, sha256)).data
+
+    async def recorded_image(self, trial_id: str, sha256: str) -> RecordedImage:
+        """As `image`, with what it is."""
+        path = _session_path(trial_id, f"images/{sha256}")
+        data, media_type = await self._answer("GET", path)
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ValueError(f"the proxy sent other bytes than the image {sha256} has")
-        return data
+        return RecordedImage(sha256, media_type, data)
 
     async def show(self, trial_id: str) -> dict[str, Any]:
         """The session without its tokens: status, turns, forks and their causes, rewards."""
@@ -397,6 +411,17 @@ class ProxyClient:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
+        return (await self._answer(method, path, body, headers=headers))[0]
+
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[bytes, str]:
+        """The answer's body and its media type."""
         kind = {} if body is None else {"Content-Type": "application/json"}
         await self._take_place(method, path)
         try:
@@ -408,7 +433,7 @@ class ProxyClient:
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             ) as response:
                 await _raise_for_status(response)
-                return await response.read()
+                return await response.read(), response.content_type
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._no_answer(method, path, error) from error
         finally:

@@ -179,7 +179,7 @@ def add_tags(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def _add_list(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
-    _add_instead(parser)
+    add_instead(parser)
     add_filters(parser)
     parser.add_argument(
         "--last",
@@ -197,7 +197,7 @@ def _add_list(parser: argparse.ArgumentParser) -> None:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
-    _add_instead(parser)
+    add_instead(parser)
     _add_trial_id(parser)
     parser.add_argument(
         "--model",
@@ -213,7 +213,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 def _add_rate(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
-    _add_instead(parser)
+    add_instead(parser)
     _add_trial_id(parser, or_this=True)
     parser.add_argument("value", help="up, down, or a number: the session's reward `rating`")
     parser.add_argument("--comment", metavar="TEXT", help="why; `sessions show` prints it")
@@ -222,7 +222,7 @@ def _add_rate(parser: argparse.ArgumentParser) -> None:
 
 def _add_tag(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
-    _add_instead(parser)
+    add_instead(parser)
     _add_trial_id(parser, or_this=True)
     parser.add_argument(
         "tags", nargs="+", metavar="NAME=VALUE", help="what to set; `NAME=` removes the entry"
@@ -236,7 +236,7 @@ def _add_delete(parser: argparse.ArgumentParser) -> None:
     )
     add_store(parser)
     _add_trial_id(parser)
-    _add_instead(parser)
+    add_instead(parser)
     parser.set_defaults(run=_delete)
 
 
@@ -249,6 +249,7 @@ def _add_trial_id(parser: argparse.ArgumentParser, *, or_this: bool = False) -> 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
+    add_instead(parser)
     _add_trial_id(parser)
     parser.add_argument(
         "--engine",
@@ -292,7 +293,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_doctor)
 
 
-def _add_instead(parser: argparse.ArgumentParser) -> None:
+def add_instead(parser: argparse.ArgumentParser) -> None:
+    """A running proxy in place of the store."""
     parser.add_argument(
         "--url",
         help="ask this running proxy in place of the store, with the admin key or a person's, as"

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from proxy.commands.sessions import named_store, one_session
+from proxy.commands.sessions import one_session, opened
 from proxy.engines.vllm_scoring import VllmScorer
 from proxy.errors import EngineError, RequestError
 from proxy.records import Ids, ImageSpan, Logprobs, Turn, TurnStatus
@@ -64,7 +64,7 @@ async def replay_session(arguments: Namespace) -> int:
 
     Returns 1 if a difference exceeds the tolerance.
     """
-    async with named_store(arguments) as (store, _):
+    async with opened(arguments) as (store, _):
         _, turns = await one_session(store, arguments.trial_id)
         scorer = VllmScorer(arguments.engine, source=store)
         try:

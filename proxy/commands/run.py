@@ -157,12 +157,10 @@ def _commands(trial_id: str, where: str) -> str:
 
 
 def _remote_commands(trial_id: str, url: str, file: Path | None) -> str:
-    """What shows a session of a proxy whose store is out of reach; its page exports it."""
+    """What shows and exports a session of a proxy whose store is out of reach."""
     config = "" if file is None else f" --config {shlex.quote(str(file))}"
-    shown = f"sessions show {shlex.quote(trial_id)}{config} --url {shlex.quote(url)}"
-    return (
-        f"  agentic-proxy {shown}\n  {url}/#/trial/{quote(trial_id, safe='')}   # exports it, too"
-    )
+    commands = _commands(trial_id, f"{config} --url {shlex.quote(url)}")
+    return f"{commands}\n  {url}/#/trial/{quote(trial_id, safe='')}"
 
 
 async def _closed(

@@ -62,7 +62,7 @@ async def list_sessions(arguments: Namespace) -> int:
     last: int | None = ON_A_TERMINAL if sys.stdout.isatty() else None
     if arguments.last is not None and (last := arguments.last) < 1:
         raise ConfigurationError(f"--last {last}: give a number of at least 1")
-    async with _record(arguments) as (store, _):
+    async with opened(arguments) as (store, _):
         hits = {} if terms is None else await _newest_hits(store, terms, arguments.search)
         found = [
             session
@@ -129,7 +129,7 @@ def _place(hit: HitJson) -> str:
 
 async def show_session(arguments: Namespace) -> int:
     """Prints a session's turns: the prompt, the answer, and the cause of each fork."""
-    async with _record(arguments) as (store, config):
+    async with opened(arguments) as (store, config):
         session, turns = await one_session(store, arguments.trial_id)
         events = await store.get_events(session.session_id)
     model = arguments.model or config.model
@@ -196,7 +196,7 @@ async def _keep(arguments: Namespace, **said: Any) -> None:
         note(said)
         print("noted: it is kept when the agent ends")
         return
-    async with _record(arguments) as (store, _):
+    async with opened(arguments) as (store, _):
         try:
             if isinstance(store, RemoteSessions):
                 await store.keep(arguments.trial_id, **said)
@@ -209,7 +209,7 @@ async def _keep(arguments: Namespace, **said: Any) -> None:
 async def delete_session(arguments: Namespace) -> int:
     """Removes a session with its turns, rewards and events; an open one at its proxy, which ends
     it."""
-    async with _record(arguments) as (store, config):
+    async with opened(arguments) as (store, config):
         try:
             if isinstance(store, RemoteSessions):
                 await store.remove(arguments.trial_id)
@@ -288,7 +288,7 @@ async def one_session(store: Store | RemoteSessions, trial_id: str) -> tuple[Ses
 
 
 @asynccontextmanager
-async def _record(
+async def opened(
     arguments: Namespace,
 ) -> AsyncIterator[tuple[Store | RemoteSessions, ProxyConfig]]:
     """The store, or the proxy at `--url`. Raises ConfigurationError: it cannot be reached."""

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from proxy.commands.arguments import add_filters, add_store, add_tags
+from proxy.commands.arguments import add_filters, add_instead, add_store, add_tags
 from proxy.extras.export.registry import FORMATS, RECORDS
 
 
@@ -23,6 +23,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     add_store(parser)
+    add_instead(parser)
     add_filters(parser)
     parser.add_argument(
         "trial_id",

@@ -1,6 +1,6 @@
 """`agentic-proxy export`: writes recorded sessions in the format of a trainer.
 
-It reads the store and needs no running proxy, but one may be running.
+It reads the store and needs no running proxy, but one may be running; with `--url` it asks one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from urllib.parse import quote
 
-from proxy.commands.sessions import named_store, tags, where
+from proxy.commands.sessions import opened, tags, where
 from proxy.errors import ConfigurationError
 from proxy.extras.export.files import write
 from proxy.extras.export.protocol import ImagesFound
@@ -26,7 +26,7 @@ from proxy.settings.plugins import load_plugin
 async def export_sessions(arguments: Namespace) -> int:
     """Writes the selected sessions and prints what was left out and why."""
     filters = _filters(arguments)
-    async with named_store(arguments) as (store, config):
+    async with opened(arguments) as (store, config):
         for session_id in arguments.trial_id:
             if await store.get_session(session_id) is None:
                 raise ConfigurationError(

@@ -131,12 +131,16 @@ async def test_commands_that_are_printed_work_where_they_are_printed(
         assert await (await asyncio.create_subprocess_exec(*program, cwd=work)).wait() == 0
     assert (work / "session.jsonl").is_file()
     _, _, err = await run(work, *at, "--session", "c", "--", "true")  # of another store than ours
-    (shown,) = [shlex.split(line) for line in err.splitlines() if line.startswith("  agentic-")]
+    printed = [shlex.split(line) for line in err.splitlines() if line.startswith("  agentic-")]
+    assert [words[1] for words in printed] == ["sessions", "export"]
+    (work / "session.jsonl").unlink()
     environment = {**os.environ, "AGENTIC_PROXY_ADMIN_KEY": ADMIN_KEY}
-    program = (sys.executable, "-m", "proxy", *shown[1:])
-    asked = await asyncio.create_subprocess_exec(*program, cwd=work, env=environment)
-    assert (await asked.wait(), shown[1:4]) == (0, ["sessions", "show", "c"])
-    assert f"  {proxy.url}/#/trial/c   # exports it, too" in err
+    for _, *words in printed:
+        program = (sys.executable, "-m", "proxy", *words)
+        asked = await asyncio.create_subprocess_exec(*program, cwd=work, env=environment)
+        assert await asked.wait() == 0
+    assert (work / "session.jsonl").is_file()
+    assert f"  {proxy.url}/#/trial/c\n" in err
 
 
 async def test_refused_call_is_told_at_the_end_and_is_in_the_record(
