@@ -233,6 +233,8 @@ class PodWatch:
         self._version = ""
         """Of the last event; empty: the pods have to be listed."""
         self._watching: asyncio.Task[None] | None = None
+        self._begun = asyncio.Event()
+        """The pods were listed, or those that follow were shown why they cannot be."""
 
     @contextmanager
     def follow(self, name: str) -> Iterator[asyncio.Queue[Seen]]:
@@ -248,8 +250,16 @@ class PodWatch:
         """Watches until `close`, if it does not already. The pods are listed first."""
         if self._watching is None or self._watching.done():
             self._version = ""
+            self._begun.clear()
             self._watching = asyncio.create_task(self._watch())
             self._watching.add_done_callback(self._ended)
+
+    async def begun(self, within_s: float) -> None:
+        """A pod that is created afterwards is seen, however soon it is gone. Returns also after
+        `within_s`, because the API may not answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._begun.wait()
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -291,6 +301,7 @@ class PodWatch:
         for name in self._seen - present:
             self._followed[name].put_nowait(None)
         self._seen &= present
+        self._begun.set()
 
     def _show(self, pod: Object, *, deleted: bool) -> None:
         name = _trial(pod)
@@ -299,6 +310,7 @@ class PodWatch:
             self._followed[name].put_nowait(None if deleted else pod)
 
     def _show_all(self, error: KubernetesError) -> None:
+        self._begun.set()
         for queue in self._followed.values():
             queue.put_nowait(error)
 

@@ -106,6 +106,7 @@ class KubernetesLauncher:
             kubernetes, pods = await self._opened()
             name = object_name(trial.trial_id)
             with pods.follow(name) as seen:
+                await pods.begun(self._settings.patience_s)
                 try:
                     return await self._run_job(kubernetes, trial, seen)
                 except BaseException:

@@ -55,6 +55,8 @@ class FakeKubernetes:
     """What the next watch sends first."""
     creation: asyncio.Event | None = None
     """Jobs are created only when it is set, even if the client has gone by then."""
+    listing: asyncio.Event | None = None
+    """Pods are listed only when it is set."""
     creating: asyncio.Event = field(default_factory=asyncio.Event)
     lists: int = 0
     _watches: int = 0
@@ -161,6 +163,9 @@ class FakeKubernetes:
 
     async def _list(self, _: web.Request) -> web.Response:
         self.lists += 1
+        self._notify()
+        if self.listing is not None:
+            await self.listing.wait()
         version = next(self._versions)
         if self._forgotten:
             self._forgotten = version

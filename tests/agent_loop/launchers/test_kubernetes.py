@@ -22,6 +22,7 @@ from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Trial
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.launchers.fake_kubernetes import (
+    NAMESPACE,
     FakeKubernetes,
     ended,
     evicted,
@@ -244,6 +245,29 @@ async def test_jobs_own_deadline_is_a_timeout(cluster: FakeKubernetes, trial: Tr
     cluster.jobs[job]["status"] = {"conditions": [failed]}
     cluster.delete_pod(job)
     assert (await trial_ends).end is AgentEnd.TIMED_OUT
+    await launcher.close()
+
+
+async def test_no_job_is_created_before_its_pod_is_sure_to_be_seen(
+    cluster: FakeKubernetes, trial: Trial
+) -> None:
+    """A pod that was created and deleted before the first list would be in no event after it."""
+    cluster.listing = asyncio.Event()
+    launcher = launcher_of(cluster)
+    asked = asyncio.create_task(cluster.listed_again())
+    trial_ends = asyncio.create_task(launcher.run(trial))
+    await asked
+    other = await kubernetes_client.Kubernetes.open(cluster.kubeconfig, NAMESPACE, 1)
+    for _ in range(5):  # in which time a request for a Job would have come
+        with pytest.raises(kubernetes_client.KubernetesError):
+            await other.get("batch/v1", "jobs", "another")
+    assert cluster.created == []
+    cluster.listing.set()
+    job = await cluster.job(0)
+    cluster.delete_pod(job)
+    with pytest.raises(LaunchError, match="was lost"):
+        await trial_ends
+    await other.close()
     await launcher.close()
 
 
