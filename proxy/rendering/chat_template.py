@@ -8,37 +8,69 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
+from types import GeneratorType
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEscapeFormatter,
+    SandboxedFormatter,
+)
 
 from proxy.errors import ConfigurationError, RequestError
 
 MAX_STEPS = 1_000_000
 """Repetitions of loops and calls of macros in one rendering, besides `STEPS_PER_MESSAGE`; they take
-about a second."""
+about a second, of macros five."""
 STEPS_PER_MESSAGE = 10_000
 """Templates exist that go through all messages once for each message."""
 MAX_CHARS = 1 << 26
 """Length of a text or list that a template makes: more than any context holds."""
 
-_WIDENS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "batch", "slice"})
+MAX_MADE_CHARS = 1 << 30
+"""Of all texts and lists that a rendering makes, besides `MADE_CHARS_PER_MESSAGE`: a template may
+keep each of them."""
+MADE_CHARS_PER_MESSAGE = 1 << 22
+"""Templates exist that add each message to a text of all before."""
+MAX_BITS = 1 << 20
+"""Of a number that a template makes."""
+
+_WIDENS = frozenset(
+    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "zfill"}
+)
 """Methods and filters that make as much as a number says."""
+_REPEATS = {"expandtabs": "\t", "indent": "\n", "urlize": " ", "wordwrap": ""}
+"""Those that put something into a text again and again → what it comes after."""
+_READS = frozenset(
+    {
+        *("abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby"),
+        *("int", "items", "last", "length", "list", "map", "max", "min", "random", "reject"),
+        *("rejectattr", "reverse", "round", "select", "selectattr", "slice", "sort", "unique"),
+    }
+)
+"""Filters that make no text of a list. They may go through a long one often."""
+_VALUE_CHARS = 16
+"""What a value of a list counts as, so that long lists are refused before they are gone through."""
+_TEXT = (str, bytes, bytearray)
+_MEASURED = (*_TEXT, list, tuple)
+_NESTED = (list, tuple, dict)
+_OWNERS = (*_TEXT, int)
 _NUMBERS = re.compile(r"\d+")
 
 
 @dataclass(slots=True)
 class _Allowed:
     steps: int
+    chars: int
 
 
 _allowed: ContextVar[_Allowed] = ContextVar("allowed")
@@ -63,11 +95,14 @@ class ChatTemplate:
         self, source: str, special_tokens: dict[str, str], template_kwargs: dict[str, Any]
     ) -> None:
         environment = _Bounded(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=_shown,
         )
         environment.filters["tojson"] = _tojson
         for name, honest in environment.filters.items():
-            environment.filters[name] = _bounded_filter(name, honest)
+            environment.filters[name] = environment.bounded_filter(name, honest)
         del environment.globals["lipsum"]  # writes as much as it is asked for
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -88,7 +123,9 @@ class ChatTemplate:
     ) -> str:
         """Raises RequestError if the template refuses the conversation, RunawayTemplate if it
         does not end."""
-        _allowed.set(_Allowed(MAX_STEPS + STEPS_PER_MESSAGE * len(messages)))
+        steps = MAX_STEPS + STEPS_PER_MESSAGE * len(messages)
+        chars = MAX_MADE_CHARS + MADE_CHARS_PER_MESSAGE * len(messages)
+        _allowed.set(_Allowed(steps, chars))
         try:
             return self._template.render(
                 messages=messages,
@@ -109,6 +146,14 @@ class _Bounded(ImmutableSandboxedEnvironment):
     """Counts what a template repeats, and measures what it makes."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """What is written by the template, a macro or a block."""
+        found = [*parts]
+        _check_length(sum(map(len, found)))
+        made: str = _checked("".join(found))
+        return made
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -139,36 +184,80 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     def joined(self, *parts: Any) -> str:
         """`a ~ b`"""
-        text = "".join(map(str, parts))
-        _check_length(len(text))
-        return text
+        return self.concat(str(_shown(part)) for part in parts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*" and not (
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            _check_number(left, right, operator)
+        elif operator == "*" and not (
             isinstance(left, int | float) and isinstance(right, int | float)
         ):
             _check_length(_factor(left) * _factor(right))
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_length(left.bit_length() * abs(right))
-        elif operator == "%" and isinstance(left, str):
+        elif operator == "%" and isinstance(left, _TEXT):
             _check_pattern(left, right)
         return _checked(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        format_method = super().wrap_str_format(value)
-        if format_method is None:
+        """Each field's format is measured when it is known: it may be made of other fields."""
+        if super().wrap_str_format(value) is None:
             return None
+        pattern, is_map = value.__self__, value.__name__ == "format_map"
+        escape = getattr(pattern, "escape", None)
+        formatter = _EscapeFormatter(self, escape=escape) if escape else _Formatter(self)
 
         def bounded(*args: Any, **named: Any) -> str:
-            _check_pattern(value.__self__, [*args, *named.values()])
-            return format_method(*args, **named)
+            if is_map:
+                (named,), args = args, ()
+            largest = max(map(_size, [*args, *named.values()]), default=0)
+            _check_length(len(pattern) + pattern.count("{") * largest)
+            text: str = type(pattern)(formatter.vformat(pattern, args, named))
+            return text
 
         return bounded
 
     def call(self, context: Any, called: Any, *args: Any, **named: Any) -> Any:
-        if isinstance(getattr(called, "__self__", None), str) and called.__name__ in _WIDENS:
-            _check_widths(args)
-        return _checked(super().call(context, called, *args, **named))
+        owner = getattr(called, "__self__", None)
+        if owner is not None and isinstance(owner, _OWNERS):
+            if called.__name__ == "join" and args:
+                args = (_listed(args[0]), *args[1:])
+                _check_made("join", args[0], [owner])
+            else:
+                _check_made(called.__name__, owner, [*args, *named.values()])
+        return self._bounded(super().call(context, called, *args, **named))
+
+    def bounded_filter(self, name: str, honest: Callable[..., Any]) -> Callable[..., Any]:
+        # What jinja2 itself gives to a filter before the template's values.
+        own = int(hasattr(honest, "jinja_pass_arg"))
+
+        @wraps(honest)
+        def bounded(*args: Any, **named: Any) -> Any:
+            before, (first, *others) = args[:own], args[own:]
+            if name not in _READS:
+                first = _listed(first)
+                _check_made(name, first, [*others, *named.values()])
+            elif name in _WIDENS:
+                _check_widths([*others, *named.values()])
+            return self._bounded(honest(*before, first, *others, **named))
+
+        return bounded
+
+    def _bounded(self, made: Any) -> Any:
+        """A generator is counted like a loop when something goes through it."""
+        if isinstance(made, GeneratorType):
+            return map(_checked, self.counted(made))
+        return _checked(made)
+
+
+class _Formatter(SandboxedFormatter):
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        _check_pattern(format_spec, ())
+        return super().format_field(value, format_spec)
+
+
+class _EscapeFormatter(SandboxedEscapeFormatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        _check_pattern(format_spec, ())
+        return super().format_field(value, format_spec)
 
 
 class _Generation(Extension):
@@ -221,16 +310,63 @@ def _replaced(node: nodes.Node) -> nodes.Node:
     return _calls("joined", *node.nodes) if isinstance(node, nodes.Concat) else node
 
 
-def _bounded_filter(name: str, honest: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(honest)  # with what jinja2 reads to know its first argument
-    def bounded(*args: Any, **named: Any) -> Any:
-        if name in _WIDENS:
-            _check_widths([*args, *named.values()])
-        elif name == "format":
-            _check_pattern(str(args[0]), [*args[1:], *named.values()])
-        return _checked(honest(*args, **named))
+def _shown(value: Any) -> Any:
+    """What becomes text. A list may have the same long text many times."""
+    if isinstance(value, _NESTED):
+        _check_length(_size(value))
+    return value
 
-    return bounded
+
+def _listed(values: Any) -> Any:
+    return [*values] if isinstance(values, map | range) else values
+
+
+def _size(value: Any, indent: int = 0) -> int:
+    """About the length of its text, or a little more than `MAX_CHARS`. `indent`: what precedes a
+    value for each list that it is in."""
+    if isinstance(value, _TEXT):
+        return len(value)
+    size, left = 0, [(value, 1)]
+    while left and size <= MAX_CHARS:
+        each, depth = left.pop()
+        size += len(each) if isinstance(each, _TEXT) else 1
+        if isinstance(each, _NESTED):
+            size += len(each) * (_VALUE_CHARS + indent * depth)
+            if size <= MAX_CHARS:
+                inner = [*each, *each.values()] if isinstance(each, dict) else each
+                left += [(one, depth + 1) for one in inner]
+    return size
+
+
+def _check_made(name: str, value: Any, given: Sequence[Any]) -> None:
+    """Refuses a method or filter that would make too much of `value`, a text or list."""
+    size = _size(value)
+    if name in _WIDENS:
+        _check_widths(given)
+    if name in _REPEATS and isinstance(value, str):
+        inserts = given if name in _WIDENS else [each for each in given if isinstance(each, str)]
+        size += (value.count(_REPEATS[name]) + 1) * max(map(_inserted, inserts), default=0)
+    elif name == "tojson":
+        size = _size(value, max(map(_inserted, given), default=0))
+    elif name == "replace" and len(given) > 1 and isinstance(value, _TEXT):
+        found = len(value) + 1
+        if isinstance(given[0], type(value)):
+            found = value.count(given[0])  # type: ignore[arg-type]
+        size += found * _size(given[1])
+    elif name == "join" and isinstance(value, _MEASURED):
+        size += len(value) * max(map(_size, given), default=0)
+    elif name == "translate":
+        size *= 1 + _size([*given])
+    elif name == "format":  # the filter, which is `%`
+        _check_pattern(str(value), tuple(given))
+    _check_length(size)
+
+
+def _inserted(value: Any) -> int:
+    """Characters that it says are put between others."""
+    if isinstance(value, bool):
+        return 0
+    return value if isinstance(value, int) else len(value) if isinstance(value, _TEXT) else 0
 
 
 def _factor(value: Any) -> int:
@@ -238,19 +374,35 @@ def _factor(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple) else int(value)
 
 
-def _check_pattern(pattern: str, given: Any) -> None:
-    """Refuses a width above the bound in the pattern of a format, or given for it."""
-    _check_widths([int(digits[:12]) for digits in _NUMBERS.findall(pattern)])
-    if "*" in pattern or ":{" in pattern:
-        _check_widths(given if isinstance(given, list | tuple) else [given])
+def _check_pattern(pattern: str | bytes | bytearray, given: Any) -> None:
+    """Refuses a width above the bound in the pattern of a format, or given for it, and values that
+    are too long together."""
+    text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
+    _check_widths([int(digits[:12]) for digits in _NUMBERS.findall(text)])
+    values = given if isinstance(given, tuple) else (given,)
+    if "*" in text:
+        _check_widths(values)
+    _check_length(len(text) + text.count("%") * max(map(_size, values), default=0))
 
 
 def _check_widths(given: Iterable[Any]) -> None:
     _check_length(max((each for each in given if isinstance(each, int)), default=0))
 
 
+def _check_number(left: int, right: int, operator: str) -> None:
+    bits = left.bit_length()
+    if (bits * abs(right) if operator == "**" else bits + right.bit_length()) > MAX_BITS:
+        raise RunawayTemplate(f"makes a number of more than {MAX_BITS:,} bits")
+
+
 def _checked(made: Any) -> Any:
-    _check_length(len(made) if isinstance(made, str | list | tuple) else 0)
+    length = len(made) if isinstance(made, _MEASURED) else 0
+    _check_length(length)
+    allowed = _allowed.get(None)
+    if allowed is not None:  # jinja2 computes constants before the first rendering
+        allowed.chars -= length
+        if allowed.chars < 0:
+            raise RunawayTemplate(f"makes texts of more than {MAX_MADE_CHARS:,} characters")
     return made
 
 
