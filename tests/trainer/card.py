@@ -408,7 +408,11 @@ class Card:
             return each
 
         given = tree_map(real, (args, kwargs))
-        out = func(*given[0], **given[1])
+        if func.overloadpacket.__name__ == "histc":  # which a CPU has of floats only
+            counted, *bounds = given[0]
+            out = func(counted.float(), *bounds, **given[1]).to(counted.dtype)
+        else:
+            out = func(*given[0], **given[1])
         host = device.type == "cpu"
         if not _is_view(func):
             stream = self.stream_of(next(iter(inputs.values())).card_device if inputs else device)
@@ -440,7 +444,10 @@ class Card:
         masked = func.overloadpacket.__name__ in _INDEXED and any(
             isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]
         )
-        if gives_value or masked or func.overloadpacket.__name__ in _BLOCKING:
+        name = func.overloadpacket.__name__
+        # CUDA has a kernel for bfloat16; else it reads the bounds of the groups
+        by_one = name in _GROUPED and any(each.dtype != torch.bfloat16 for each in args[:2])
+        if gives_value or masked or by_one or name in _BLOCKING:
             self._waited(func)
             stream.synchronize()
         return result
@@ -448,7 +455,9 @@ class Card:
 
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operations that take their indices from the machine's memory, too."""
-_BLOCKING = {"nonzero", "masked_select", "_unique2", "unique_dim"}
+_BLOCKING = {"nonzero", "masked_select", "_unique2", "unique_dim", "grouped_mm_fallback"}
+_GROUPED = {"_grouped_mm"}
+"""Products of groups of rows, whose bounds are on the card."""
 
 
 class _Moved(Function):
@@ -690,10 +699,12 @@ def pretended(count: int = 1, memory: int = 80 * 2**30) -> Iterator[Card]:
         "max_memory_allocated": lambda device=None: card.allocators[number(device)].peak,
         "get_rng_state_all": list,
     }
-    autocast = torch.autocast
 
-    def autocast_on_host(kind: str, *args: Any, **named: Any) -> Any:
-        return autocast("cpu" if kind == "cuda" else kind, *args, **named)
+    def asked_of_host(function: Any) -> Any:
+        """The function, whose first argument is a kind of device."""
+        return lambda kind, *args, **named: function(
+            "cpu" if kind == "cuda" else kind, *args, **named
+        )
 
     with ExitStack() as stack:
         for name, answer in answers.items():
@@ -705,7 +716,8 @@ def pretended(count: int = 1, memory: int = 80 * 2**30) -> Iterator[Card]:
         stack.enter_context(
             patch.object(clip_grad, "_group_tensors_by_device_and_dtype", _by_device)
         )
-        stack.enter_context(patch.object(torch, "autocast", autocast_on_host))
+        for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
+            stack.enter_context(patch.object(torch, name, asked_of_host(getattr(torch, name))))
         stack.enter_context(patch.object(nn.Module, "to", _module_to))
         stack.enter_context(_Dispatch(card))
         stack.enter_context(_Named(card))

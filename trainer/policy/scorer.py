@@ -23,6 +23,7 @@ from trainer.policy.compiled_layers import outside_graphs
 from trainer.policy.context_parallel import of_part, of_whole
 from trainer.policy.delta_layers import has_delta_layers
 from trainer.policy.image_reader import reader_of
+from trainer.policy.shrink import EXPERTS
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
 from trainer.rows.packing import MicroBatch
 
@@ -40,6 +41,8 @@ def use_packed_rows(model: Any) -> None:
     model.set_attn_implementation(ATTENTION)
     if has_delta_layers(model):
         load_extra("trainer.extras.hybrids.delta_rule:fork_states")(model)
+    if any(getattr(model.config.get_text_config(), name, None) for name in EXPERTS):
+        load_extra("trainer.extras.experts.autocast_experts:multiply_in_autocast")(model)
 
 
 class Scored(NamedTuple):
