@@ -120,7 +120,7 @@ def attend(
         column = (sinks / scale).to(query.dtype).view(1, -1, 1, 1)
         query = torch.cat([query, column.expand(-1, -1, query.shape[2], -1)], -1)
         past = [_sink(key, value), *(each.padded(key.shape[-1] + 1) for each in past)]
-        out = attend_by_runs(query, pad(key, (0, 1)), value, _after_sink(mask.layout), scale, past)
+        out = attend_by_runs(query, pad(key, (0, 1)), value, after_sink(mask.layout), scale, past)
         return out[..., : value.shape[-1]]
     return attend_by_runs(query, key, value, mask.layout, scale, past)
 
@@ -134,7 +134,7 @@ def _sink(key: Tensor, value: Tensor) -> Segment:
 
 
 @functools.lru_cache(maxsize=2)  # the layout of the micro-batch at hand, for all of its layers
-def _after_sink(layout: Layout) -> Layout:
+def after_sink(layout: Layout) -> Layout:
     """The layout with one token in front that all others attend to."""
     ends = pad(layout.ends + 1, (1, 0), value=len(layout.ends) + 1)
     return Layout(ends, layout.longest + 1, (1, *layout.segments))

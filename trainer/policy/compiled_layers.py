@@ -167,8 +167,9 @@ class KeptByGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _COUNTING: ContextVar[KeptByGraphs | None] = ContextVar("counting", default=None)
 
-_ALSO_ELEMENTWISE = {"_to_copy", "clone", "cat", "copy"}
-"""Operations without torch's tag that inductor fuses as it does pointwise ones."""
+_ALSO_ELEMENTWISE = {"_to_copy", "clone", "cat", "copy", "index", "gather"}
+"""Operations without torch's tag that the partitioner computes again as it does pointwise ones: the
+rows of experts are chosen from the hidden states, for example."""
 
 
 def _is_elementwise(func: Any) -> bool:

@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 
 from proxy.settings.late_section import load_extra
 from trainer.optimizer_config import OptimizerConfig
+from trainer.policy.attention import after_sink
 from trainer.policy.compiled_layers import KeptByGraphs
 from trainer.policy.context_parallel import ContextRanks
 from trainer.policy.delta_layers import has_delta_layers, has_fla
@@ -122,12 +123,13 @@ def _largest(whole: nn.Module, adapters: Sequence[int]) -> int:
     return max(adapters or (weight.numel() for weight in whole.parameters()))
 
 
-def kept_per_token(settings: Any, model: ModelConfig) -> float:
-    """Bytes that autograd keeps of a token and layer, in the mean of the layers."""
+def kept_per_token(settings: Any, model: ModelConfig, *, kernels: bool | None = None) -> float:
+    """Bytes that autograd keeps of a token and layer, in the mean of the layers. `kernels`: whether
+    layers of the delta rule have those of fla; None: if it is installed."""
     text = settings.get_text_config()
-    period = _pattern(_Settings(text))
+    period, kernels = _pattern(_Settings(text)), has_fla() if kernels is None else kernels
     sizes = [
-        _saved(with_depth(text, depth), model, _one_path(tokens, ContextRanks()), has_fla()).size
+        _saved(with_depth(text, depth), model, _one_path(tokens, ContextRanks()), kernels).size
         for tokens in (KEPT_TOKENS, 2 * KEPT_TOKENS)
         for depth in (period, min(2 * period, text.num_hidden_layers))
     ]
@@ -270,8 +272,7 @@ def _entered(settings: Any) -> float:
     none = torch.zeros(0, dtype=torch.int64)
     counter = _Counter(0, (), none, none, Kept())
     layout = Layout(torch.full_like(at, KEPT_TOKENS), KEPT_TOKENS, piece=counter)
-    for part in ("runs", "parents", "parent_runs", "depths"):
-        getattr(layout, part)
+    _derive(layout)
     micro = MicroBatch(at * 0, at, layout, none, none)
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights(), torch.no_grad():
         network = text_model(settings, dtype=torch.bfloat16)
@@ -371,7 +372,8 @@ class _Saved:
 def _saved(settings: Any, model: ModelConfig, micro: MicroBatch, kernels: bool) -> _Saved:
     ids = torch.zeros(len(micro.targets), dtype=torch.int64)
     dtype, stored, scale = DTYPES[model.compute_dtype], DTYPES[model.weights_dtype], 1
-    if _has_experts(settings):  # torch knows the shapes of grouped products in bfloat16 only
+    if _has_experts(settings) and dtype != torch.bfloat16:
+        # torch knows the shapes of grouped products in bfloat16 only
         scale, dtype, stored = dtype.itemsize // 2, torch.bfloat16, torch.bfloat16
     kept: dict[int, Tensor] = {}
     graphs: KeptByGraphs | None = None
@@ -424,9 +426,15 @@ def _one_path(tokens: int, ranks: ContextRanks) -> MicroBatch:
     layout is computed here, outside of fake tensors."""
     at, ids = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
     micro = ranks.part(MicroBatch(ids, at, Layout(torch.full_like(at, tokens), tokens), at, at))
-    for part in ("runs", "parents", "parent_runs", "depths"):
-        getattr(micro.layout, part)
+    _derive(micro.layout)
     return micro
+
+
+def _derive(layout: Layout) -> None:
+    """Computes what layers derive from the layout, whose sizes fake tensors do not know."""
+    for part in ("runs", "parents", "parent_runs", "depths"):
+        getattr(layout, part)
+    _ = after_sink(layout).runs
 
 
 @functools.lru_cache(maxsize=8)
