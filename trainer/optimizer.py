@@ -55,6 +55,11 @@ class OneByOneAdamW(Optimizer):
     ) -> None:
         """`on_host`: keep the moments in the machine's memory instead of the weights' device."""
         self._on_host = on_host
+        self.found_inf: Tensor | None = None
+        """A scalar on the weights' device, which the host does not read: 1, the next step changes
+        nothing."""
+        self._counted: list[dict[str, Tensor]] = []
+        """The states whose number the last step has raised."""
         # all keys of torch's, so that either optimizer continues a checkpoint of the other
         of_torch = AdamW(
             [torch.zeros(())], lr=lr, betas=betas, eps=eps, weight_decay=0.0, fused=True
@@ -63,6 +68,7 @@ class OneByOneAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self._counted = []
         for number, (group, weight) in enumerate(self._weights()):
             if weight.grad is None:
                 continue
@@ -72,6 +78,13 @@ class OneByOneAdamW(Optimizer):
                 for name in MOMENTS:
                     state[name] = self._kept(torch.zeros_like(weight, dtype=torch.float32), weight)
             self._update(weight, group, state, number)
+            self._counted.append(state)
+
+    def take_back(self) -> None:
+        """The last step had a `found_inf` of 1: it does not count."""
+        for state in self._counted:
+            state["step"] -= 1
+        self._counted = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like torch's, which would give the moments the weights' type and device, all at once."""
@@ -115,8 +128,9 @@ class OneByOneAdamW(Optimizer):
         step = torch.full((), float(state["step"]), device=device)
         adamw(
             [exact], [_local(weight.grad).float()], [first], [second], [], [step],
-            fused=True, amsgrad=False, maximize=False, lr=group["lr"], beta1=group["betas"][0],
-            beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
+            fused=True, found_inf=self.found_inf, amsgrad=False, maximize=False, lr=group["lr"],
+            beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+            eps=group["eps"],
         )  # fmt: skip
         state["step"] += 1
         if own.dtype == torch.bfloat16:
@@ -193,7 +207,7 @@ class Stepper:
         self.optimizer = _build_optimizer(model, config)
         self.schedule = _build_schedule(self.optimizer, config, total_steps)
         own = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        self._skips = type(self.optimizer) is AdamW and all(
+        self._skips = type(self.optimizer) in (AdamW, OneByOneAdamW) and all(
             weight.is_cuda and not isinstance(weight, DTensor) for weight in own
         )
         """Whether the optimizer itself changes nothing if it is told so by `found_inf`."""
@@ -220,11 +234,15 @@ class Stepper:
             self.optimizer.step()
         # Reading the norm waits for the step, so that weights and moments are complete for what
         # reads them next: other streams, and the host.
+        changed = False
         try:
             found = {"grad_norm": float(norm)} if late is None else late.sums({"grad_norm": norm})
+            changed = math.isfinite(found["grad_norm"])
         finally:
             self.clear()
-        if not math.isfinite(found["grad_norm"]):
+            if self._skips and not changed and isinstance(self.optimizer, OneByOneAdamW):
+                self.optimizer.take_back()
+        if not changed:
             norm_is = f"the gradient's norm is {found['grad_norm']}"
             raise GradientError(f"{norm_is}; the weights are unchanged")
         self.schedule.step()

@@ -121,9 +121,21 @@ def test_step_on_a_card_is_that_of_a_cpu_and_touches_no_other_card(
     assert [bool(each.peak) for each in card.allocators] == [False, True]
 
 
-@pytest.mark.parametrize("model", [{}, {"gradient_checkpointing": True}], ids=["kept", "again"])
+ADAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "float32": ({}, {}),
+    "bfloat16": ({}, {"weights_dtype": "bfloat16"}),
+    "moments in the host": ({"offload": True}, {}),
+}
+every_adam = pytest.mark.parametrize(("optimizer", "model"), ADAMS.values(), ids=ADAMS)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "model"),
+    [*ADAMS.values(), ({}, {"gradient_checkpointing": True})],
+    ids=[*ADAMS, "recomputed"],
+)
 def test_host_waits_for_the_card_only_to_read_what_a_step_reports(
-    checkpoint: Path, model: dict[str, Any]
+    checkpoint: Path, optimizer: dict[str, Any], model: dict[str, Any]
 ) -> None:
     """Once in an optimizer step: for the metrics of all micro-batches and the gradient's norm,
     after the weights have changed."""
@@ -131,7 +143,8 @@ def test_host_waits_for_the_card_only_to_read_what_a_step_reports(
     algorithm = Algorithm(AlgorithmConfig())
     algorithm.compute_advantages(batch)
     with pretend() as card:
-        policy = trained(checkpoint, "cuda:0", {}, {"max_micro_batch_tokens": 48, **model})
+        model = {"max_micro_batch_tokens": 48, **model}
+        policy = trained(checkpoint, "cuda:0", optimizer, model)
         assert len(policy.pack(batch)) > 1
         policy.compute_logprobs(batch, temperature=1.0)
         card.waits.clear()
@@ -147,6 +160,16 @@ def test_host_waits_for_the_card_only_to_read_what_a_step_reports(
     assert metrics["grad_norm"] > 0
 
 
+def test_mask_is_made_once_for_all_layers_of_a_micro_batch(checkpoint: Path, card: Card) -> None:
+    batch, policy = make_batch(1), trained(checkpoint, "cuda:0", {}, {"max_micro_batch_tokens": 48})
+    micros = policy.pack(batch)
+    mask.block_mask.cache_clear()
+    policy.accumulate(micros, batch, loss(batch), temperature=1.0)
+    made, layers = mask.block_mask.cache_info(), policy.model.config.num_hidden_layers
+    assert layers > 1
+    assert (made.misses, made.hits) == (len(micros), (layers - 1) * len(micros))
+
+
 def test_masks_of_windows_are_made_without_waiting_for_the_card(card: Card) -> None:
     at = torch.arange(300)
     layout = Layout(torch.full_like(at, 300), 300).to(torch.device("cuda:0"))
@@ -156,10 +179,13 @@ def test_masks_of_windows_are_made_without_waiting_for_the_card(card: Card) -> N
     assert not card.waits
 
 
-def test_gradient_that_is_not_finite_changes_nothing_on_a_card(checkpoint: Path) -> None:
+@every_adam
+def test_gradient_that_is_not_finite_changes_nothing_on_a_card(
+    checkpoint: Path, optimizer: dict[str, Any], model: dict[str, Any]
+) -> None:
     batch = make_batch(1)
     with pretend() as card:
-        policy = trained(checkpoint, "cuda:0", {}, {})
+        policy = trained(checkpoint, "cuda:0", optimizer, model)
         policy.accumulate(policy.pack(batch), batch, loss(batch), temperature=1.0)
         policy.step()
         before = {name: tensor.cpu() for name, tensor in policy.named_hf_parameters()}
@@ -175,7 +201,10 @@ def test_gradient_that_is_not_finite_changes_nothing_on_a_card(checkpoint: Path)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_loss_that_is_not_finite_changes_nothing_on_a_card(checkpoint: Path) -> None:
+@every_adam
+def test_loss_that_is_not_finite_changes_nothing_on_a_card(
+    checkpoint: Path, optimizer: dict[str, Any], model: dict[str, Any]
+) -> None:
     """Also if the gradient is finite; the weights are decided on before the host knows."""
     batch = make_batch(1)
     bad = torch.zeros(batch.num_tokens).index_fill(0, torch.tensor(3), torch.inf)
@@ -184,7 +213,7 @@ def test_loss_that_is_not_finite_changes_nothing_on_a_card(checkpoint: Path) -> 
         return TokenLoss(logp + bad[targets].to(logp.device), {})
 
     with pretend() as card:
-        policy = trained(checkpoint, "cuda:0", {}, {})
+        policy = trained(checkpoint, "cuda:0", optimizer, model)
         before = {name: tensor.cpu() for name, tensor in policy.named_hf_parameters()}
         late = policy.accumulate(policy.pack(batch), batch, shifted, temperature=1.0)
         card.waits.clear()
@@ -192,6 +221,8 @@ def test_loss_that_is_not_finite_changes_nothing_on_a_card(checkpoint: Path) -> 
             policy.step(late)
         assert all(each.grad is None for each in policy.model.parameters())
         after = {name: tensor.cpu() for name, tensor in policy.named_hf_parameters()}
+        states = policy.stepper.optimizer.state.values()
+        assert {float(each["step"].cpu()) for each in states} <= {0.0}
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.optimizer import Stepper
 from trainer.optimizer_config import OptimizerConfig
@@ -44,6 +47,28 @@ def stepped(stepper: Stepper) -> float:
     weight.grad = torch.ones_like(weight)
     stepper.step()
     return weight.item()
+
+
+class Counted(TorchDispatchMode):
+    """Counts the calls of each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_adamw_is_one_operation_for_all_weights_with_the_same_decay() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    stepper = Stepper(model, OptimizerConfig(lr=1e-3), None)
+    model(torch.ones(1, 4)).sum().backward()
+    with Counted() as counted:
+        stepper.step()
+    assert counted.calls["_fused_adamw_"] == 2  # matrices and vectors
+    assert not any(name.startswith("_foreach_addc") for name in counted.calls)
 
 
 def test_checkpoint_before_the_first_step_does_not_change_that_step() -> None:
