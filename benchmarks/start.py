@@ -47,14 +47,14 @@ def main() -> None:
         )
 
 
-def start(place: Path) -> tuple[float, float]:
+def start(place: Path, *settings: str) -> tuple[float, float]:
     """Seconds, and processor seconds of all processes, until a token has been sampled."""
     with tempfile.TemporaryDirectory() as runs, tempfile.TemporaryFile() as output:
         run = Path(runs, "run")
         command = [".venv/bin/agentic-train", "--config", "agentic_trainer.yaml"]
         began_at = time.time()
         process = subprocess.Popen(
-            [*command, f"trainer.run_dir={run}"], cwd=place, stdout=output, stderr=output
+            [*command, f"trainer.run_dir={run}", *settings], cwd=place, stdout=output, stderr=output
         )
         try:
             used: dict[int, float] = {}

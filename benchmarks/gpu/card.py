@@ -9,7 +9,10 @@ of published ones; a batch is 8 trials of about 15,000 tokens, of which 8,000 ar
   FLOP/s ÷ the card's peak for dense bfloat16, every token counted, and those computed counted.
 - *waits*: synchronisations of host and device in a step, by torch's own debug mode.
 - *copy*: all weights, copied within the card: what the pause of an update is compared with.
+- *start*, *answers*, *first trial*, *vllm serve*: with a real vLLM (`served.py`).
 - *profile*: kernels of one step by time.
+
+After the rows, the goals: each as a figure of the rows, or that no card has shown it yet.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.endings import reason
+from benchmarks.gpu import served
 from benchmarks.train.workloads import Workload, make_groups
 from proxy.run_files.files import read_jsonl
 from trainer.algorithms import Algorithm, AlgorithmConfig
@@ -73,6 +78,8 @@ class Row:
 
     @property
     def name(self) -> str:
+        if self.kind in SERVED:
+            return f"{self.kind} {self.shape}"
         own = [
             "shared" if self.shares else "not shared",
             *("LoRA" for _ in self.model.get("lora", ())),
@@ -91,7 +98,60 @@ ROWS = (
     Row("step", "0.6b", model=COMPILED),
     Row("waits", "0.6b", model=COMPILED),
     Row("copy", "1.7b", model=COMPILED),
+    Row("start", "0.6b"),
+    Row("answers", "0.6b"),
+    Row("first trial", "with cold caches"),
+    Row("vllm serve", "quickstart"),
+    Row("first trial", "quickstart"),
     Row("profile", "1.7b", shares=False, model=COMPILED),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure of one row, or its ratio to that of another.
+
+    Example: Goal("waits in a step", "≤ 1", ("waits 0.6b, shared", "waits"))
+    """
+
+    name: str
+    wanted: str
+    figure: tuple[str, str]
+    """A row's name, and a key of it."""
+    over: tuple[str, str] | None = None
+
+    def of(self, rows: Mapping[str, Mapping[str, Any]]) -> float | None:
+        """Its value; None: a row of it has no such figure."""
+        value = 1.0
+        for key, power in ((self.figure, 1), (self.over, -1)):
+            if key is None:
+                continue
+            found = rows.get(key[0], {}).get(key[1])
+            if not isinstance(found, int | float):
+                return None
+            value *= found**power
+        return value
+
+
+GOALS = (
+    Goal("share of the card, 1.7 B", "≥ 0.45", ("step 1.7b, not shared", "share")),
+    Goal("share of the card, 4 B", "≥ 0.45", ("step 4b, not shared", "share")),
+    Goal("share of the card, 8 B with LoRA", "≥ 0.45", ("step 8b, not shared, LoRA", "share")),
+    Goal(
+        "share of what is computed, prefixes shared ÷ not shared",
+        "≥ 0.97",
+        ("step 1.7b, shared", "share of computed"),
+        ("step 1.7b, not shared", "share of computed"),
+    ),
+    Goal("CPU seconds ÷ seconds of a step of 0.6 B", "≤ 1.2", ("step 0.6b, shared", "CPU s ÷ s")),
+    Goal("waits in a step, with one for the metrics", "≤ 1", ("waits 0.6b, shared", "waits")),
+    Goal("answers/s through the proxy ÷ the same vLLM alone", "≥ 0.97", ("answers 0.6b", "÷")),
+    Goal(
+        "seconds until the first trial ÷ a bare vllm serve",
+        "≤ 1.1",
+        ("first trial quickstart", "seconds"),
+        ("vllm serve quickstart", "seconds"),
+    ),
 )
 
 
@@ -111,7 +171,7 @@ def main() -> int:
         return 0
     known = {each["row"]: each for each in read_jsonl(given.rows) if "failed" not in each}
     print("| row | figures |\n|---|---|", flush=True)
-    failed = False
+    failed, done = False, {}
     for row in rows:
         if given.only and row.name not in given.only:
             continue
@@ -122,8 +182,14 @@ def main() -> int:
                 with given.rows.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(found) + "\n")
         failed |= "failed" in found
+        done[row.name] = found
         shown = [f"{key} {_shown(value)}" for key, value in found.items() if key != "row"]
         print(f"| {row.name} | {'; '.join(shown)} |", flush=True)
+    print("\n| goal | wanted | seen |\n|---|---|---|")
+    for goal in GOALS:
+        value = goal.of(done) if given.device == "cuda" else None
+        seen = "not shown by a card yet" if value is None else _shown(value)
+        print(f"| {goal.name} | {goal.wanted} | {seen} |", flush=True)
     return int(failed)
 
 
@@ -155,6 +221,8 @@ def _in_a_process(row: Row, device: str) -> dict[str, Any]:
 def _measured(row: Row, device: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
+        if row.kind in SERVED:
+            return SERVED[row.kind](row.shape, device, Path(folder))
         return MEASURES[row.kind](Learning(row, device, Path(folder)))
 
 
@@ -162,14 +230,9 @@ class Learning:
     """A policy of the row's shape, and its batch. Example: Learning(row, "cuda", folder).step()"""
 
     def __init__(self, row: Row, device: str, folder: Path) -> None:
-        width, inner, layers, heads, groups, vocabulary, tokens = SHAPES[row.shape]
+        *_, vocabulary, tokens = SHAPES[row.shape]
         settings = Qwen3Config(
-            hidden_size=width,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=groups,
-            head_dim=32 if row.shape == "tiny" else 128,
+            **_sizes(row.shape),
             vocab_size=vocabulary,
             max_position_embeddings=32768,
             tie_word_embeddings=row.shape != "8b",
@@ -295,7 +358,26 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def _sizes(shape: str) -> dict[str, int]:
+    """Of the layers, as a configuration has them."""
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    sizes = dict(zip(names, SHAPES[shape], strict=False))
+    return sizes | {"head_dim": 32 if shape == "tiny" else 128}
+
+
 MEASURES = {"step": _step, "waits": _waits, "copy": _copy, "profile": _profile}
+SERVED: dict[str, Callable[[str, str, Path], dict[str, Any]]] = {
+    "start": lambda shape, device, folder: served.started(_sizes(shape), device, folder),
+    "answers": lambda shape, device, folder: served.answers(_sizes(shape), device, folder),
+    "first trial": lambda _shape, device, _folder: served.first_trial(device),
+    "vllm serve": lambda _shape, device, folder: served.bare_serve(device, folder),
+}
 
 if __name__ == "__main__":
     sys.exit(main())
