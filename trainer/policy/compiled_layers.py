@@ -6,7 +6,7 @@ what it keeps are its input, products of matrices and small reductions, and the 
 computes again only what follows from them element by element (`KEEP_PRODUCTS`); all layers of a
 kind, at any number of tokens, share their graphs.
 
-Attention and the delta rule stay outside of these graphs (`outside_graphs`): they use the layout of
+Attention and Gated DeltaNet stay outside of these graphs (`outside_graphs`): they use the layout of
 the row, a Python object, and have kernels of their own. They divide a layer into parts, each of
 which is one graph.
 """

@@ -28,10 +28,13 @@ from trainer.policy.model_config import ModelConfig, recompute
 from trainer.policy.proof_on_copy import randomize
 from trainer.policy.scorer import CausalScorer, use_packed_rows
 from trainer.policy.shrink import VOCABULARY, shrunk
+from trainer.rows.packing import Layout, MicroBatch
 
 TORCH = "aot_eager_decomp_partition"
 LENGTHS = (70, 33, 130)
 TRAINED = [each for each in ARCHITECTURES if not each.refused]
+FORKED = ("Gemma 2", "Qwen 3.5")
+"""Attention with windows, and Gated DeltaNet."""
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 FAST = ("Gemma 2", "Qwen 3 MoE")
 """A soft cap, two kinds of layers, norms before and after each part; experts."""
@@ -144,8 +147,29 @@ def test_compiled_layers_are_the_eager_ones_and_keep_less(architecture: Architec
         assert found.logprobs < TOLERANCES[dtype]
         assert found.gradients < TOLERANCES[dtype]
         assert found.kept[0] < found.kept[1]
-        assert found.graphs[0] == found.graphs[1], "compiled again for another length"
         assert not found.breaks
+        if dtype == torch.bfloat16:  # in which layers are compiled at all
+            assert found.graphs[0] == found.graphs[1], "compiled again for another length"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(each, marks=() if each.title in FORKED else pytest.mark.long, id=each.title)
+        for each in TRAINED
+    ],
+)
+def test_compiled_layers_compute_the_sequences_of_a_row_apart(architecture: Architecture) -> None:
+    model, tokens = small_model(architecture), torch.arange(40)
+    ends, positions = torch.tensor([20] * 20 + [40] * 20), tokens % 20
+    row = MicroBatch(tokens * 5 % VOCABULARY, positions, Layout(ends, 20), tokens, tokens)
+    ids = tokens * 7 % VOCABULARY
+    with torch.no_grad():
+        expected = CausalScorer(model, torch.float32).eval()(row, ids, 1.0).logprobs
+        compile_layers(model.get_decoder().layers, "eager")
+        found = CausalScorer(model, torch.float32).eval()(row, ids, 1.0).logprobs
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.long

@@ -61,15 +61,14 @@ def fork_states(model: nn.Module, many: Rule | None = None) -> None:
             tree_delta_rule, inspect.unwrap(own[RULE]), many=many, layer=(module, "states")
         )
         convolution = functools.partial(tree_convolution, layer=(module, "inputs"))
-        functions = own | {
-            CONVOLUTION: outside_graphs(convolution),
-            RULE: outside_graphs(rule),
-        }
+        functions = own | {CONVOLUTION: convolution, RULE: rule}
         copied = FunctionType(
             forward.__code__, functions, None, forward.__defaults__, forward.__closure__
         )
         copied.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = MethodType(copied, module)
+        # Whole: after a break, dynamo would go on in the original module, with its own functions,
+        # which know nothing of the paths of a row.
+        module.forward = outside_graphs(MethodType(copied, module))
 
 
 def tree_convolution(
