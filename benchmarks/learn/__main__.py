@@ -33,7 +33,7 @@ from benchmarks.learn.model import make_model
 
 _SHOWN = ("gate", "canary", "promote", "rollback")
 _NOT_SHOWN = ("hash", "previous", "at")
-HARM = {"worse": worse, "poison": poison, "swaps": swaps, "forget": forgotten}
+HARM = {"worse": worse, "swaps": swaps, "forget": forgotten}
 
 
 async def learns(
@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument("--agent", choices=list(AGENTS), default="like-mini")
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--evals", type=int, default=40)
+    parser.add_argument("--batches", type=int, default=3, help="with --show poison")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     make_model(AGENTS[arguments.agent].model)
@@ -103,6 +104,8 @@ async def _shown(arguments: argparse.Namespace, folder: Path) -> None:
             own.mkdir()
             if name == "learn":
                 work = learns(own, engine_url, seed, arguments)
+            elif name == "poison":
+                work = poison(own, engine_url, seed, arguments.batches)
             else:
                 work = HARM[name](own, engine_url, seed)
             started = time.monotonic()

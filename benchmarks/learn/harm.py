@@ -77,7 +77,7 @@ async def worse(folder: Path, engine_url: str, seed: int) -> dict[str, Any]:
         return {"first": count, "rates": rates, "sessions": sessions, "bound": bound, **shown}
 
 
-async def poison(folder: Path, engine_url: str, seed: int, batches: int = 3) -> dict[str, Any]:
+async def poison(folder: Path, engine_url: str, seed: int, batches: int) -> dict[str, Any]:
     """The user says the contrary until an adapter has learned mostly that, and the truth until it
     is decided, several times. The gates are those of everybody."""
     user = User("conventional", random.Random(seed + 100))
