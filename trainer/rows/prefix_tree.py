@@ -326,6 +326,12 @@ class _LaidTree:
     """`[N']`, the trained tokens of its sequences."""
     predictors: Counts
     """`[N']`, the token that predicts each."""
+    homes: Counts
+    """`[N']`, the piece of each predictor; ascending within a sequence."""
+    trained: tuple[Counts, ...]
+    """For each piece, the targets whose predictors it holds, as indices in `[N']`; ascending."""
+    sequence: Counts
+    """`[N']`, the sequence of each target; ascending."""
     experts: npt.NDArray[np.int32] | None
     """`[A, L, K]`"""
     kept: Kept
@@ -382,6 +388,10 @@ class _LaidTree:
         paths.append(np.zeros(0, np.int64))
         merged = np.concatenate(targets)
         by_target = np.argsort(merged, kind="stable")
+        merged, by_token = merged[by_target], np.concatenate(predictors)[by_target]
+        homes = np.searchsorted(bounds, by_token, side="right") - 1
+        by_home = np.argsort(homes, kind="stable")
+        first_of_home = np.searchsorted(homes[by_home], np.arange(1, len(bounds) - 1))
         return cls(
             batch,
             bounds,
@@ -391,8 +401,11 @@ class _LaidTree:
             places,
             ends,
             tuple(paths),
-            merged[by_target],
-            np.concatenate(predictors)[by_target],
+            merged,
+            by_token,
+            homes,
+            tuple(np.split(by_home, first_of_home)),
+            batch.sequence.numpy()[merged],
             experts,
             Kept(room),
         )
@@ -403,14 +416,17 @@ class _LaidTree:
         start, stop = row.piece.start, row.piece.stop
         number = int(np.searchsorted(self.bounds, start))
         path, after = self.paths[number], self.paths[number + 1]
-        open_tokens = after[(after >= start) & (after < stop)]
+        open_tokens = after[slice(*np.searchsorted(after, (start, stop)))]
         tokens = np.arange(start, stop)
         if row.reads_only:
             tokens = open_tokens
             path = path[: self.depths[open_tokens[0]]]
         front = len(path)
         seen_until = np.concatenate([self.ends[path], self.ends[tokens]])
-        ends = front + np.searchsorted(tokens, seen_until)
+        ends = np.full(len(seen_until), front + len(tokens))
+        # few of the tokens in front end within the piece, so only these are looked up
+        within = np.flatnonzero(seen_until <= tokens[-1])
+        ends[within] = front + np.searchsorted(tokens, seen_until[within])
         own, predictors, companions, finished = self._trained(number, tokens, row.reads_only)
         longest = max(front, int(self.depths[tokens].max()) + 1)
         past = self._segments(path)
@@ -440,33 +456,34 @@ class _LaidTree:
 
     def _segments(self, path: Counts) -> tuple[tuple[int, int], ...]:
         """`(piece, tokens)` of each earlier piece on a path."""
-        pieces, counts = np.unique(self._piece_of(path), return_counts=True)
-        return tuple(zip(pieces.tolist(), counts.tolist(), strict=True))
-
-    def _piece_of(self, tokens: Counts) -> Counts:
-        found: Counts = np.searchsorted(self.bounds, tokens, side="right") - 1
-        return found
+        counts = np.diff(np.searchsorted(path, self.bounds))
+        pieces = np.flatnonzero(counts)
+        return tuple(zip(pieces.tolist(), counts[pieces].tolist(), strict=True))
 
     def _trained(
         self, number: int, tokens: Counts, reads_only: bool
     ) -> tuple[Counts, Counts, Counts, Counts]:
         """`(targets, predictors, companions, finished)` of a pass over these tokens; the predictors
         are indices in the pass. A pass that only reads scores what others need as companions."""
-        pieces = self._piece_of(self.predictors)
-        sequence = self.batch.sequence.numpy()[self.targets]
-        here = pieces == number
-        own = np.isin(sequence, sequence[here])
-        elsewhere = own & ~here
-        divided = np.isin(sequence, sequence[elsewhere])
+        here = self.trained[number]
+        sequences, counts = np.unique(self.sequence[here], return_counts=True)
+        first, last = np.searchsorted(self.sequence, (sequences, sequences + 1))
         if reads_only:
-            here &= divided & np.isin(self.predictors, tokens)
+            divided = np.isin(self.sequence[here], sequences[last - first > counts])
+            here = here[divided & np.isin(self.predictors[here], tokens)]
             none = np.zeros(0, np.int64)
             at = np.searchsorted(tokens, self.predictors[here])
             return self.targets[here], at, none, none
-        # The passes of a sequence are trained from its last piece to its first.
-        earlier = np.isin(sequence, sequence[own & (pieces < number)])
         at = np.searchsorted(tokens, self.predictors[here])
-        return self.targets[here], at, self.targets[elsewhere], self.targets[own & ~earlier]
+        elsewhere, finished = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for own in map(slice, first.tolist(), last.tolist()):
+            homes, targets = self.homes[own], self.targets[own]
+            begin, end = np.searchsorted(homes, (number, number + 1))
+            elsewhere += [targets[:begin], targets[end:]]
+            # The passes of a sequence are trained from its last piece to its first.
+            if begin == 0:
+                finished.append(targets)
+        return self.targets[here], at, np.concatenate(elsewhere), np.concatenate(finished)
 
 
 def _no_experts(batch: Batch, order: Sequence[int], tokens: int) -> npt.NDArray[np.int32] | None:

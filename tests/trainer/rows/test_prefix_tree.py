@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from agent_loop.records import Group, Rollout, RolloutStatus, Segment, Task
 from tests.trainer.rollouts import group
 from trainer.batch import Batch, build_batch
+from trainer.rows import prefix_tree
 from trainer.rows.packing import MicroBatch
 from trainer.rows.prefix_tree import Forest, divide, in_reading_order, lay_out
 
@@ -128,3 +131,51 @@ def test_long_prefix_is_computed_once(prompt: int, own: int, groups: int, max_to
     assert trained == tree
     assert read <= prompt + own
     assert max(len(micro.ids) for micro in micros) <= max_tokens
+
+
+def long_conversation(tokens: int) -> Batch:
+    """Two trials of which all but the last answer is one path; every fourth token was sampled."""
+    ids = np.random.default_rng(0).integers(0, 90, tokens + 4).astype(np.int32)
+    none = np.zeros(tokens + 4, np.int32)
+    rollouts = []
+    for trial in range(2):
+        own, mask = ids.copy(), np.arange(tokens + 4) % 4 == 3
+        own[tokens], mask[tokens:] = trial, True
+        segment = Segment(-1, own, mask, none.astype(np.float32), none, none)
+        rollouts.append(
+            Rollout(f"{trial}", Task("g", {}), RolloutStatus.DONE, 1.0, segments=(segment,))
+        )
+    return build_batch([Group("g", Task("g", {}), rollouts)])
+
+
+def test_late_pieces_of_a_conversation_look_up_no_more_than_early_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is sorted or looked up for a piece is its own tokens and the pieces, not all tokens that
+    stand before it, which its attention alone reads."""
+    looked_up: list[int] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(np, name)
+            if name not in ("searchsorted", "isin", "unique", "argsort", "sort"):
+                return found
+
+            def counted(first: Any, *others: Any, **named: Any) -> Any:
+                looked_up.append(np.size(others[0] if name == "searchsorted" else first))
+                return found(first, *others, **named)
+
+            return counted
+
+    costs = []
+    for tokens in (2_000, 8_000):
+        batch = long_conversation(tokens)
+        rows = divide(batch, max_tokens=100, share_prefixes=True, in_pieces=True)
+        assert len(rows) > tokens / 100
+        looked_up.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(prefix_tree, "np", Counting())
+            lay_out(batch, rows)
+        costs.append(sum(looked_up) / tokens)
+    early, late = costs
+    assert late < 1.5 * early
