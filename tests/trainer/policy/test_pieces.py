@@ -15,12 +15,19 @@ from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
 from trainer.batch import Batch
 from trainer.learning.models import Models
-from trainer.learning.steps import compute_logprobs, update
+from trainer.learning.steps import (
+    base_logprobs,
+    compute_logprobs,
+    compute_ref_logprobs,
+    compute_values,
+    update,
+)
 from trainer.optimizer import Unread
 from trainer.optimizer_config import OptimizerConfig
 from trainer.policy.critic import Critic
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
+from trainer.rows.prefix_tree import Forest
 
 __all__ = ["mixture"]  # a fixture
 
@@ -136,6 +143,48 @@ def test_values_and_updates_of_a_critic_are_equal(checkpoint: Path) -> None:
     torch.testing.assert_close(values, values_alone, atol=1e-5, rtol=0)
     for name, gradient in grads_alone.items():
         torch.testing.assert_close(grads[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def scored(models: Models, who: str, batch: Batch) -> Tensor | None:
+    if who == "policy":
+        return compute_logprobs(models, batch, temperature=0.8).logprobs
+    if who == "base":
+        return base_logprobs(models, batch, temperature=0.8).logprobs
+    if who == "reference":
+        compute_ref_logprobs(models, batch, temperature=0.8)
+        return batch.ref_logprobs
+    compute_values(models, batch)
+    return batch.values
+
+
+@pytest.mark.parametrize("who", ["policy", "base", "reference", "critic"])
+def test_scoring_computes_each_token_of_the_tree_once(checkpoint: Path, who: str) -> None:
+    """The log-probabilities of the proximal policy, the base and the reference, and values."""
+    found = []
+    for tokens, share in ((PIECES, True), (4096, False)):
+        given: dict[str, Any] = {"path": checkpoint, "max_micro_batch_tokens": tokens}
+        given |= {"share_prefixes": share, "lora": {"rank": 2} if who == "base" else None}
+        config, batch = ModelConfig.model_validate(given), make_batch(1)
+        torch.manual_seed(0)
+        models = Models(Policy(config, OptimizerConfig()), Algorithm(AlgorithmConfig()))
+        model: Any = models.policy.model
+        if who == "reference":
+            models.reference = reference = Policy(config)
+            model = reference.model
+        if who == "critic":
+            models.critic = critic = Critic(config, OptimizerConfig())
+            torch.nn.init.constant_(critic.module.head.weight, 0.1)
+            model = critic.module.model
+        counts: list[int] = []
+        model.get_decoder().register_forward_pre_hook(
+            lambda _module, _args, given, counts=counts: counts.append(given["input_ids"].numel()),
+            with_kwargs=True,
+        )
+        found.append((scored(models, who, batch), sum(counts)))
+    (scores, computed), (alone, rows) = found
+    tree = Forest.of(batch, range(len(batch.sequences))).tokens
+    assert computed == tree < rows == batch.input_tokens
+    torch.testing.assert_close(scores, alone, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
