@@ -26,6 +26,8 @@ NEW_TOKENS = TOTAL_TOKENS // TURNS
 GROUPS, GROUP = 8, 16
 FIRST_PROMPT_TOKENS = 18_900
 """Of Claude Code's first prompt."""
+WORDS_TOKENS = 23
+"""Of WORDS, with the fake model's tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ async def turn_costs(target: Target, plain: Target, sessions: int) -> list[TurnC
 async def first_turn_costs(target: Target, plain: Target) -> list[TurnCost]:
     """The first session with a long prompt, the median of the GROUPS x GROUP sessions that share
     it, and the median of as many sessions with a short prompt."""
-    system = {"role": "system", "content": _text(0, 0, tokens=FIRST_PROMPT_TOKENS)}
+    system = {"role": "system", "content": WORDS * (FIRST_PROMPT_TOKENS // WORDS_TOKENS)}
     groups: dict[str, list[TurnCost]] = {}
     async with aiohttp.ClientSession() as http:
         for number in range(2 * GROUPS * GROUP):

@@ -70,10 +70,17 @@ def main() -> int:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps after one warm-up step")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps after the warm-up")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps before the timed ones")
     parser.add_argument("--micro-batch-tokens", type=int, default=32768)
     parser.add_argument(
         "--shorter", type=int, default=1, help="divide the tokens of recorded sessions by this"
+    )
+    parser.add_argument(
+        "--trl-rows",
+        type=int,
+        default=8,
+        help="most rows of TRL's micro-batch, for a machine whose memory has no room for 8",
     )
     parser.add_argument("--tokens", action="store_true", help="count tokens, train nothing")
     parser.add_argument("--one", nargs=3, metavar=("CONTESTANT", "WORKLOAD", "PATH"))
@@ -88,7 +95,7 @@ def main() -> int:
         return 0
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        _save_model(arguments.model, Path(folder))
+        save_model(arguments.model, Path(folder))
         columns = ["workload", "contestant", "step s", "CPU s", "tokens/s", "over TRL"]
         columns += ["over TRL, CPU", "peak MB", "gradient norm"]
         print("| " + " | ".join(columns) + " |")
@@ -147,10 +154,11 @@ def _side_by_side(
         ended: dict[str, str] = {}
         stopped = False
         try:
-            for _ in range(1 + arguments.steps):
+            for _ in range(arguments.warm_up + arguments.steps):
                 for name, process in processes.items():
                     if name not in ended and (line := _step(process)):
                         steps[name].append(json.loads(line))
+                        print(f"{workload}, {name}: {line}", end="", file=sys.stderr, flush=True)
                     elif name not in ended:
                         process.communicate()
                         ended[name] = reason(process.returncode, _shown(errors[name]))
@@ -158,7 +166,7 @@ def _side_by_side(
             stopped = True
             for name, process in processes.items():
                 process.kill()
-                if name not in ended and len(steps[name]) < 2:
+                if name not in ended and len(steps[name]) <= arguments.warm_up:
                     ended[name] = f"stopped after {len(steps[name])} steps"
         for name, process in processes.items():
             if process.returncode is None:
@@ -167,7 +175,10 @@ def _side_by_side(
     timed = {name: each for name, each in steps.items() if name not in ended}
     figures = {
         name: each[-1]
-        | {key: statistics.median(t[key] for t in each[1:]) for key in ("wall", "cpu")}
+        | {
+            key: statistics.median(t[key] for t in each[arguments.warm_up :])
+            for key in ("wall", "cpu")
+        }
         for name, each in timed.items()
     }
     return {name: ended.get(name) or figures[name] for name in processes}, stopped
@@ -213,7 +224,7 @@ def _serve_steps(name: str, workload: str, path: str, arguments: argparse.Namesp
     device, dtype = arguments.device, arguments.dtype
     with contextlib.redirect_stdout(sys.stderr):
         if name == "trl":
-            step = contestants.trl(Path(path), batch, device, dtype)
+            step = contestants.trl(Path(path), batch, device, dtype, arguments.trl_rows)
         else:
             step = contestants.ours(
                 Path(path),
@@ -248,14 +259,15 @@ def _row(workload: str, name: str, got: dict[str, float], trl: dict[str, float] 
     )
 
 
-def _save_model(name: str, folder: Path) -> None:
+def save_model(name: str, folder: Path, context: int = 32768) -> None:
+    """Writes a random one of `MODELS`."""
     sizes = dict(MODELS[name])
     settings = Qwen3Config(
         vocab_size=sizes.pop("vocab"),
         num_attention_heads=sizes["hidden_size"] // (32 if name == "tiny" else 64),
         num_key_value_heads=2 if name == "tiny" else 8,
         head_dim=32 if name == "tiny" else 128,
-        max_position_embeddings=32768,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         **sizes,
     )

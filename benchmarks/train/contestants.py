@@ -3,12 +3,14 @@
 All use the loss of PPO-clip with π_prox from the same pass, one optimizer step per batch, no
 gradient checkpointing, and the same model and dtype. TRL pads every row to the longest prompt and
 the longest completion of the batch, shuffles the rows, and trains in micro-batches of 8, as its
-trainer does, or of the largest smaller number that divides the rows.
+trainer does, or of as many as given, or of the largest smaller number that divides the rows.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +69,7 @@ def ours(
     return step
 
 
-def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
+def trl(path: Path, batch: Batch, device: str, dtype: str, most_rows: int) -> Step:
     """GRPOTrainer's own `training_step` on batches made from ours, without its generation."""
     warnings.simplefilter("ignore")
     from datasets import Dataset
@@ -77,7 +79,7 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
 
     rows = shuffle_sequence_dict(_padded(batch, device))
     count = len(batch.sequences)
-    size = next(size for size in range(8, 0, -1) if count % size == 0)
+    size = next(size for size in range(most_rows, 0, -1) if count % size == 0)
     micros = split_tensor_dict(rows, count // size)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     arguments = GRPOConfig(
@@ -106,8 +108,10 @@ def trl(path: Path, batch: Batch, device: str, dtype: str) -> Step:
 
     def step() -> float:
         trainer.model.train()
-        for micro in micros:
+        for number, micro in enumerate(micros, 1):
             trainer.training_step(trainer.model, dict(micro), None)
+            done = f"{number} of {len(micros)} micro-batches, {time.process_time():.1f} CPU s"
+            print(done, file=sys.stderr, flush=True)
         norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -42,7 +42,7 @@ def test_contestant_that_ends_is_a_row_and_the_others_go_on(
         )
 
     monkeypatch.setattr(bench, "_start", start)
-    monkeypatch.setattr(bench, "_save_model", lambda *_: None)
+    monkeypatch.setattr(bench, "save_model", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["train", "--workloads", "tools", "--steps", "2"])
     assert bench.main() == 1
     header, _, *rows = capsys.readouterr().out.splitlines()
@@ -83,7 +83,7 @@ def test_stopped_it_shows_what_was_measured_and_leaves_no_contestant(
         return started[-1]
 
     monkeypatch.setattr(bench, "_start", start)
-    monkeypatch.setattr(bench, "_save_model", lambda *_: None)
+    monkeypatch.setattr(bench, "save_model", lambda *_: None)
     words = ["train", "--workloads", "tools", "single-turn", "--steps", "9", "--contestants"]
     monkeypatch.setattr(sys, "argv", [*words, "pieces", "tree"])
     assert bench.main() == 128 + signal.SIGTERM

@@ -191,7 +191,13 @@ def test_trees_in_pieces_on_two_ranks_equal_those_on_one(
 ) -> None:
     """Ranks with other parts of the batch have other trees, and as many passes of each kind."""
     small = ("max_micro_batch_tokens", 24)
-    cases = [Case("Llama 3", (small,)), Case("Qwen 3.5", (small, ("gradient_checkpointing", True)))]
+    cases = [
+        Case("Llama 3", (small,)),
+        Case("Llama 3", (small, ("lora", {"rank": 2}))),
+        Case("Qwen 3.5", (small, ("gradient_checkpointing", True))),
+    ]
+    if context == 2:  # an auxiliary loss is of a pass, which differs where the trees do
+        cases += [Case("Qwen 3 MoE", (small, *MIXTURE.items())), Case("gpt-oss", (small,))]
     compare(2, context, cases, models, tmp_path)
 
 
