@@ -122,6 +122,11 @@ class RelayHub:
                 while not reached():
                     await self._news.wait()
 
+    async def until_replaced(self, weights: Weights | None) -> None:
+        """Returns when others than these are the wanted ones."""
+        while self._weights == weights:
+            await self._news.wait()
+
     async def close(self) -> None:
         for engine in list(self._engines.values()):
             engine.lose("the proxy is stopping")

@@ -151,16 +151,41 @@ class PublishedWeights:
         if OWN in request.query:
             await hub.until_settled(until, request.query[OWN])
             return web.json_response(_view(hub))
-        asked = {"wait_s": f"{wait_s:g}", OWN: hub.weights.publication if hub.weights else ""}
-        others, _ = await asyncio.gather(
-            ask_others(self._store, request, asked, min(wait_s, MAX_WAIT_S)),
-            hub.until_settled(until),
-        )
-        views = [_view(hub), *others]
+        views = await self._settled_views(request, until)
         if not any(view["workers"] for view in views):
             await hub.until_settled(until, needs_worker=True)
             views[0] = _view(hub)
         return web.json_response(_merged(views))
+
+    async def _settled_views(self, request: web.Request, until: float) -> list[dict[str, Any]]:
+        """The view of this proxy, and those of the others, once all have settled on what this one
+        wants. It may hear meanwhile of newer weights, which the others have already and wait for
+        no older ones: then they are asked again."""
+        hub = self._hub
+        while True:
+            wanted = hub.weights
+            settling = asyncio.create_task(self._others(request, wanted, until))
+            replaced = asyncio.create_task(hub.until_replaced(wanted))
+            try:
+                await asyncio.wait([settling, replaced], return_when=asyncio.FIRST_COMPLETED)
+                if settling.done():
+                    return [_view(hub), *settling.result()]
+            finally:
+                settling.cancel()
+                replaced.cancel()
+                await asyncio.wait([settling, replaced])
+
+    async def _others(
+        self, request: web.Request, wanted: Weights | None, until: float
+    ) -> list[dict[str, Any]]:
+        """The views of the other proxies, once they and this one have settled, or at `until`."""
+        left_s = max(0.0, until - asyncio.get_running_loop().time())
+        asked = {"wait_s": f"{left_s:g}", OWN: wanted.publication if wanted else ""}
+        others: list[dict[str, Any]]
+        others, _ = await asyncio.gather(
+            ask_others(self._store, request, asked, left_s), self._hub.until_settled(until)
+        )
+        return others
 
 
 def _view(hub: RelayHub) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import yaml
 from pydantic import SecretStr
 
 from proxy.client import ProxyClient
+from proxy.control.policies import PublishedPolicies
+from proxy.extras.relay.hub import RelayHub
 from tests.postgres_server import empty_database
 from tests.proxy.conftest import ADMIN_KEY, StartProxy
 from tests.proxy.extras.relay.conftest import TOKEN, WAIT_S, Relay, StartWorker
@@ -86,6 +88,35 @@ async def test_weights_that_one_proxy_gets_are_pulled_by_the_workers_of_both(
             assert await everyone(each) == {"gpu-0": (version, True), "gpu-1": (version, True)}
             assert await each.chat() == (200, [version])
         assert engine.label == second_engine.label == str(version)
+
+
+async def test_a_proxy_that_hears_of_newer_weights_while_it_waits_does_not_wait_for_the_older(
+    pair: list[Relay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    first = one.published.add(1, b"first")
+    await one.announce(first)
+    await everyone(two)
+    hears, asked = asyncio.Event(), asyncio.Event()
+    restore, settle = PublishedPolicies.restore, RelayHub.until_settled
+
+    async def hears_late(policies: PublishedPolicies) -> None:
+        await hears.wait()
+        await restore(policies)
+
+    async def is_asked(hub: RelayHub, until: float, *which: str, **more: Any) -> None:
+        if which == (first,):  # by the other proxy
+            asked.set()
+        await settle(hub, until, *which, **more)
+
+    monkeypatch.setattr(PublishedPolicies, "restore", hears_late)
+    monkeypatch.setattr(RelayHub, "until_settled", is_asked)
+    await two.announce(two.published.add(2, b"second"))
+    waiting = asyncio.create_task(everyone(one))
+    await asked.wait()
+    hears.set()
+    async with asyncio.timeout(WAIT_S / 2):
+        assert await waiting == {"gpu-0": (2, True), "gpu-1": (2, True)}
 
 
 async def test_a_run_at_one_proxy_waits_for_the_workers_of_the_other_which_sample_meanwhile(
