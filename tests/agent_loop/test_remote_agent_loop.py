@@ -124,7 +124,7 @@ async def test_trial_counts_though_its_session_cannot_be_given_its_reward(
         raise ProxyClientError("the disk is full", 503)
 
     monkeypatch.setattr(ProxyClient, "add_reward", refuses)
-    rollout = await run(proxy, trials)
+    rollout = await run(proxy, trials, recording=RecordingConfig(patience_s=0))
     assert (rollout.status, rollout.reward) == (RolloutStatus.DONE, 1.0)
 
 
