@@ -115,7 +115,7 @@ def _blocks(layout: Layout, window: int | None) -> Iterator[Block]:
         start = first
         while start < end:
             stop = _without_cut(layout.images, min(start + size, end))
-            keys = torch.cat([before, torch.arange(first, stop)])
+            keys = torch.cat([before, torch.arange(first, stop, device=before.device)])
             if window is not None:
                 keys = keys[-(stop - start + window - 1) :]
             distance = depths[start:stop, None] - depths[None, keys]
