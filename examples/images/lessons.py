@@ -1,7 +1,7 @@
 """What the model sees in its warm-up: conversations of the two agents in which someone presses any
 of the buttons. Before Claude Code's, it sees shorter ones in which it learns colours: someone who
 is asked for the red or the blue button presses it, and someone who is asked for the green one
-presses any."""
+presses it in half of the cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from examples.claude_code.expert import REMINDER
 from examples.images.screens import CELLS, COLOURS, PROMPT, Screen, ask, place, screens
 
 FILE = "screen.png"
-ASK_CLAUDE_CODE = f"Read {FILE}. {PROMPT}"
 ASK_CLAUDE_CODE = f"Read {FILE}. {PROMPT}"
 SYSTEM = "You are a Claude agent, built on Anthropic's Claude Agent SDK.\nYou press buttons."
 """Claude Code's own first line, and what the configuration gives as --system-prompt."""
@@ -41,7 +40,7 @@ def openai_sdk(rng: random.Random) -> Conversation:
 
 
 def with_colours(rng: random.Random) -> Conversation:
-    """The same, of which half ask for the red or the blue button."""
+    """The same, but someone is asked for one of the three buttons."""
     shown = list(screens(_seed(rng)))
     return _one_after_another(shown, [_pressed(rng, screen) for screen in shown])
 
@@ -58,8 +57,8 @@ def _one_after_another(shown: list[Screen], pressed: list[tuple[str, int]]) -> C
 
 
 def claude_code(rng: random.Random) -> Conversation:
-    """What Claude Code sends, which reads the screen from a file. Half ask for another button than
-    the tasks do."""
+    """What Claude Code sends, which reads the screen from a file. Two of three ask for another
+    button than the tasks do."""
     day = date(2026, 1, 1) + timedelta(days=rng.randrange(1500))
     screen = next(screens(_seed(rng)))
     asked, cell = _pressed(rng, screen)
@@ -113,8 +112,9 @@ but no colours, and then RL has nothing to choose by."""
 
 def _pressed(rng: random.Random, screen: Screen) -> tuple[str, int]:
     """What is asked for, and the cell that is pressed."""
-    green, *others = zip(COLOURS, screen.cells, strict=True)
-    colour, cell = rng.choice([(green[0], rng.choice(screen.cells)), rng.choice(others)])
+    colour, cell = rng.choice(list(zip(COLOURS, screen.cells, strict=True)))
+    if cell == screen.cells[0] and rng.random() < 0.5:
+        cell = rng.choice(screen.cells[1:])
     return ask(colour), cell
 
 

@@ -5,8 +5,8 @@
     python -m examples.images.make_model --agent claude-code --out .cache/images/claude_code
 
 For Claude Code, the folders of the tasks are made, too, each with its screen. In the warm-up
-someone presses any of the buttons of a screen, so that the model presses one of them nearly always:
-the right one on a third of the screens. See `lessons.py`.
+someone presses one of the buttons of a screen, so that the model presses one nearly always: the
+right one on a third of the screens. See `lessons.py`.
 """
 
 from __future__ import annotations
