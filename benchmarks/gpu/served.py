@@ -106,7 +106,7 @@ def bare_serve(device: str, folder: Path) -> dict[str, Any]:
     try:
         while not _answers_at(port, model):
             if process.poll() is not None:
-                raise SystemExit(f"vllm serve ended:\n{log.read_text(errors='replace')[-3000:]}")
+                raise SystemExit(f"vllm serve ended:\n{log.read_text('utf-8', 'replace')[-3000:]}")
             time.sleep(POLL_S)
         return {"seconds": time.perf_counter() - began}
     finally:
