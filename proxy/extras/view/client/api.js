@@ -87,8 +87,14 @@ async function asked(url, options) {
 
 /** @param {Response} response */
 async function answerOf(response) {
-  const body = await response.json().catch(() => ({}));
-  if (response.ok) return body;
+  const answer = response.json();
+  if (response.ok) {
+    // One that breaks off is none: the request was given up, or the server is gone.
+    return answer.catch(() => {
+      throw new ApiError(0, gone());
+    });
+  }
+  const body = await answer.catch(() => ({}));
   if (response.status === 401) for (const listener of onLoggedOut) listener();
   throw new ApiError(response.status, body?.error?.message ?? `status ${response.status}`);
 }

@@ -154,6 +154,21 @@ async def test_calls_appear_while_they_come_in_and_keys_move_between_turns(
     assert tab.complaints == []
 
 
+async def test_an_answer_that_breaks_off_is_none(proxy: RunningProxy, tab: Tab) -> None:
+    """The page asks again while it reads an answer, and gives the first one up."""
+    await enter(tab, proxy)
+    asked = """(async () => {
+        const { get } = await import("/view/static/api.js");
+        const broken = new ReadableStream({ start: (stream) => stream.error(new Error("cut")) });
+        const before = window.fetch;
+        window.fetch = async () => new Response(broken);
+        try { return JSON.stringify(await get("session", {})); }
+        catch (error) { return error.name; }
+        finally { window.fetch = before; }
+    })()"""
+    assert "Error" in await tab.evaluate(asked)
+
+
 async def test_page_that_is_left_or_hidden_holds_no_stream(
     proxy: RunningProxy, tab: Tab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
