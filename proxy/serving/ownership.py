@@ -81,9 +81,11 @@ class Ownership:
         try:
             while unread:
                 turns = await self._store.get_turns(session_id)
+                undelivered = await self._store.undelivered(session_id)
+                # A call of this process may have recorded its answer since the turns were read.
                 is_open = (turn for turn in turns if turn.status is TurnStatus.OPEN)
                 unread = any(live.tree.knows(turn) for turn in is_open)
-            live.read(turns, await self._store.undelivered(session_id))
+            live.read(turns, undelivered)
         except BaseException:
             live.stale = True
             raise

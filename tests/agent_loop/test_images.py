@@ -89,11 +89,12 @@ async def test_evaluation_fetches_none(loop: RemoteAgentLoop) -> None:
 async def test_trial_whose_image_is_lost_or_another_fails(
     loop: RemoteAgentLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def others(self: ProxyClient, *_args: Any, **_more: Any) -> bytes:
-        return await sent(self, *_args, **_more) if "/images/" not in str(_args) else SECOND
+    async def others(self: ProxyClient, *args: Any, **more: Any) -> tuple[bytes, str]:
+        data, media_type = await sent(self, *args, **more)
+        return (SECOND if "/images/" in str(args) else data), media_type
 
-    sent = ProxyClient._bytes
-    monkeypatch.setattr(ProxyClient, "_bytes", others)
+    sent = ProxyClient._answer
+    monkeypatch.setattr(ProxyClient, "_answer", others)
     rollout = await loop.run(TASK, kind=SessionKind.TRAIN)
     assert rollout.status is RolloutStatus.FAILED
     assert f"other bytes than the image {name(FIRST)}" in (rollout.error or "")

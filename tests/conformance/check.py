@@ -15,6 +15,7 @@ from tests.conformance.uses import Stand, Use, Uses
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FIELDS = ("dataclass", "config", "define", "frozen", "attr.s", "attrs")
 """Decorators of classes whose fields are their arguments."""
+_WITH_FLAGS = ("entrypoints", "engine", "benchmarks")
 _FEW = 4
 """A name that stands in this many other modules says nothing about where the missing one went."""
 
@@ -279,8 +280,9 @@ def _overridden(theirs: Function, ours: Function) -> str | None:
 
 
 def flags(library: Library) -> set[str]:
-    """The flags of `vllm serve`: written ones, and the fields of its classes of arguments."""
-    found = strings(library, "vllm.entrypoints") | strings(library, "vllm.engine")
+    """The flags of `vllm serve` and `vllm bench`: written ones, and the fields of classes of
+    arguments."""
+    found = set[str]().union(*(strings(library, f"vllm.{each}") for each in _WITH_FLAGS))
     found = {each for each in found if each.startswith("--")}
     for folder in ("vllm.entrypoints", "vllm.engine"):
         for _, tree in library.sources(folder):

@@ -17,11 +17,10 @@ import json
 import os
 import queue
 import select
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from threading import Thread
@@ -30,6 +29,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from proxy.machine.port import HeldPort
 from proxy.settings.late_section import load_extra
 from trainer.engine import Backend
 from trainer.errors import WeightSyncError
@@ -157,9 +157,9 @@ class VllmTransport:
         self._on_device = partial(torch.cuda.device, device) if backend == "nccl" else nullcontext
 
         def joined() -> Any:
-            with self._on_device():
+            with _trainer_init_info(control, backend) as info, self._on_device():
                 return WeightTransferTrainerFactory.trainer_init(
-                    _trainer_init_info(control, backend), client=self._client, source=self._source
+                    info, client=self._client, source=self._source
                 )
 
         self.engine: Any = self._client.unless_it_fails(joined)
@@ -292,17 +292,21 @@ class _Source:
         return iter(self.named)
 
 
-def _trainer_init_info(control: EngineControl, backend: Literal["nccl", "gloo"]) -> Any:
+@contextmanager
+def _trainer_init_info(control: EngineControl, backend: Literal["nccl", "gloo"]) -> Iterator[Any]:
+    """What vLLM's client needs to join, whose port is held for it meanwhile."""
     parts = urlsplit(control.urls[0])
     address = address_towards(parts.hostname or "", parts.port or 80)
     world_size = 1 + sum(control.world_sizes())
     if backend == "gloo":
-        return load_extra("trainer.extras.gloo.trainer:GlooTrainerInit")(
+        yield load_extra("trainer.extras.gloo.trainer:GlooTrainerInit")(
             address, 0, world_size, rank=0
         )
+        return
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port = probe.getsockname()[1]
-    return NCCLTrainerInitInfo(address, port, world_size, rank=0)
+    held = HeldPort("port", address, 0)
+    try:
+        yield NCCLTrainerInitInfo(address, held.port, world_size, rank=0)
+    finally:
+        held.close()

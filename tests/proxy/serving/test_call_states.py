@@ -373,6 +373,35 @@ async def test_tree_is_read_once_more_if_a_write_failed_while_it_was_read(
     assert not live.stale
 
 
+@pytest.mark.parametrize("read", ["get_turns", "undelivered"])
+async def test_tree_has_an_answer_that_is_recorded_while_it_is_read(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    store, live = scene.process.store, await scene.process.sessions.get("t")
+    commit_turn, reads = store.commit_turn, getattr(store, read)
+    about_to_record, reading = asyncio.Event(), asyncio.Event()
+
+    async def commit_late(turn: Turn, quota: str) -> None:
+        about_to_record.set()
+        await reading.wait()
+        await commit_turn(turn, quota)
+
+    async def read_early(session_id: str, **part: int) -> Any:
+        found = await reads(session_id, **part)
+        reading.set()
+        await answer
+        return found
+
+    monkeypatch.setattr(store, "commit_turn", commit_late)
+    answer = asyncio.create_task(scene.ask())
+    await about_to_record.wait()
+    monkeypatch.setattr(store, read, read_early)
+    live.stale = True
+    async with live.placing:
+        await scene.process.ownership.settle(live)
+    assert nodes(live.tree) == nodes(TokenTree(await store.get_turns("t")))
+
+
 @pytest.mark.parametrize("error", [StoreError("no reply"), CrashError(), asyncio.CancelledError()])
 async def test_closing_a_turn_is_tried_again_after_any_error(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, error: BaseException

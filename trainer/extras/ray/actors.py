@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import ray
 
 from proxy.engines.vllm_nodes import ServerPart
-from proxy.machine.port import free_port, host_and_port
+from proxy.machine.port import HeldPort, host_and_port
 from trainer.cluster.local_engine import LocalReplica, MakeServer
 from trainer.cluster.proxy_server import ProxyProcess, ProxyServerConfig
 from trainer.cluster.rank_models import models_of_rank
@@ -41,10 +41,12 @@ class EngineActor:
     def __init__(self, make_server: MakeServer) -> None:
         self._make_server = partial(make_server, host=ray.util.get_node_ip_address())
         self._replica = LocalReplica(self._make_server)
+        self._meeting: HeldPort | None = None
 
     async def meeting(self) -> str:
         """On the first node of an engine: the address at which its workers meet."""
-        return _free_address()
+        self._meeting, address = _held_address()
+        return address
 
     async def start(self, part: ServerPart | None = None) -> str:
         """Starts the server, and returns its URL when it answers; a part that does not answer, at
@@ -112,12 +114,14 @@ class RankActor:
 
     def __init__(self, config: RanksConfig) -> None:
         self._config = config
+        self._meeting: HeldPort | None = None
         self._models: Models | None = None
         self._learners: Learners | None = None
 
     def meeting(self) -> str:
         """On rank 0: the address at which the ranks meet."""
-        return f"tcp://{_free_address()}"
+        self._meeting, address = _held_address()
+        return f"tcp://{address}"
 
     def join(self, seat: Seat | None, probe: Sequence[int]) -> None:
         """Returns when all ranks have joined and the models are built. Without a `seat` the rank
@@ -141,10 +145,12 @@ class RankActor:
         return request.on(self._learners)
 
 
-def _free_address() -> str:
-    """The actor's node and a TCP port that is free there: HOST:PORT, or [HOST]:PORT."""
+def _held_address() -> tuple[HeldPort, str]:
+    """The actor's node and a TCP port that no other process is given there, for as long as the
+    actor lives: HOST:PORT, or [HOST]:PORT."""
     host = ray.util.get_node_ip_address()
-    return host_and_port(host, free_port(host))
+    held = HeldPort("port", host, 0)
+    return held, host_and_port(host, held.port)
 
 
 class ActorGoneError(TrainerError):
