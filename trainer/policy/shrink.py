@@ -42,13 +42,14 @@ _TIED_WIDTHS = frozenset({"helium"})
 _WINDOWS = ("sliding_window", "attention_chunk_size", "sliding_window_size")
 
 
-def shrunk(settings: Any) -> Any:
-    """A small copy of the text settings with every kind of layer of the original."""
+def shrunk(settings: Any, times: int = 1) -> Any:
+    """A small copy of the text settings with every kind of layer of the original, and with so many
+    times the layers that this needs, as far as the original has them."""
     small = copy.deepcopy(settings.get_text_config())
     _narrow(small)
     kinds = layer_kinds(small)
     depth = 1 + max(kinds.index(kind) for kind in set(kinds))
-    _cut(small, min(max(depth, 2), len(kinds)))
+    _cut(small, min(max(depth, 2) * times, len(kinds)))
     return small
 
 

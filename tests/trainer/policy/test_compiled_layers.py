@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
+from trainer.extras.experts.router_replay import replay_routing
 from trainer.policy.architecture import without_noise
 from trainer.policy.compiled_layers import KeptByGraphs, compile_layers
 from trainer.policy.context_parallel import ContextRanks
@@ -27,7 +28,7 @@ from trainer.policy.memory import _one_path, kept_per_token
 from trainer.policy.model_config import ModelConfig, recompute
 from trainer.policy.proof_on_copy import randomize
 from trainer.policy.scorer import CausalScorer, use_packed_rows
-from trainer.policy.shrink import VOCABULARY, shrunk
+from trainer.policy.shrink import CHOSEN, EXPERTS, VOCABULARY, number_of, shrunk
 from trainer.rows.packing import Layout, MicroBatch
 
 TORCH = "aot_eager_decomp_partition"
@@ -67,9 +68,10 @@ def _no_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def small_model(architecture: Architecture) -> Any:
+def small_model(architecture: Architecture, times: int = 1) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(shrunk(without_noise(architecture.settings())))
+    settings = shrunk(without_noise(architecture.settings()), times)
+    model = AutoModelForCausalLM.from_config(settings)
     randomize(model)
     use_packed_rows(model)
     return model.train()
@@ -170,6 +172,51 @@ def test_compiled_layers_compute_the_sequences_of_a_row_apart(architecture: Arch
         compile_layers(model.get_decoder().layers, "eager")
         found = CausalScorer(model, torch.float32).eval()(row, ids, 1.0).logprobs
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@every_architecture
+@pytest.mark.filterwarnings("ignore")
+def test_all_layers_of_a_kind_share_their_graphs(architecture: Architecture) -> None:
+    """Also with replayed experts: a graph for each layer would take minutes, and be too many."""
+    settings = architecture.settings().get_text_config()
+    for replays in (False, True) if number_of(settings, EXPERTS) else (False,):
+        # The last layers of Gemma 4 also keep their keys and values, which with more layers are
+        # not the first ones of their kind.
+        few, more = (_passes(architecture, times, replays=replays) for times in (2, 3))
+        assert few.graphs == more.graphs
+        torch.testing.assert_close(more.compiled, more.eager, atol=2e-5, rtol=2e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    compiled: Tensor
+    eager: Tensor
+    graphs: int
+
+
+def _passes(architecture: Architecture, times: int, *, replays: bool) -> _Passes:
+    """Log-probabilities, with the experts that others than the router have chosen if `replays`."""
+    model, tokens, graphs = small_model(architecture, times), 20, 0
+    micro = replace(_one_path(tokens, ContextRanks()), ids=torch.arange(tokens) * 5 % VOCABULARY)
+    if replays:
+        replay_routing(model)
+        text = model.config.get_text_config()
+        scores = torch.rand(tokens, text.num_hidden_layers, number_of(text, EXPERTS))
+        micro = replace(micro, experts=scores.topk(number_of(text, CHOSEN)).indices.int())
+
+    def counting(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def scored() -> Tensor:
+        ids = torch.arange(tokens) * 7 % VOCABULARY
+        return CausalScorer(model, torch.float32).train()(micro, ids, 1.0).logprobs
+
+    torch._dynamo.reset()
+    eager = scored().detach()
+    compile_layers(model.get_decoder().layers, counting)
+    return _Passes(scored().detach(), eager, graphs)
 
 
 @pytest.mark.long

@@ -4,11 +4,14 @@ transformers multiplies by experts in the type of their weights, because torch's
 not one that autocast knows. For weights in float32 this is not the type in which the engine
 multiplies; and CUDA has a kernel for bfloat16 only, in place of which it copies the bounds of the
 groups to the host, waits, and multiplies by one expert after the other.
+
+Invariant: the experts of all layers are of one class, whose function torch compiles once. A
+function of each module's own would be compiled for each.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,18 +26,27 @@ def multiply_in_autocast(model: nn.Module) -> None:
     """Of all experts that transformers multiplies by grouped products."""
     for module in model.modules():
         if hasattr(module, "_is_expert_parallel"):
-            module.forward = partial(_forward, module)
+            module.__class__ = _in_autocast(type(module))
 
 
-def _forward(experts: Any, hidden: Tensor, *chosen: Tensor) -> Tensor:
-    """`[T, D]`; `chosen`: the experts of each token and their weights, `[T, K]`."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and experts.config._experts_implementation == "grouped_mm":
-        low = _InType(experts, torch.get_autocast_dtype(kind))
-        multiplied: Tensor = grouped_mm_experts_forward(low, hidden, *chosen)
-        return multiplied
-    own: Tensor = type(experts).forward(experts, hidden, *chosen)
-    return own
+@cache
+def _in_autocast(own: type[nn.Module]) -> type[nn.Module]:
+    """The class of experts with `own`'s weights, settings and name."""
+
+    def forward(experts: Any, hidden: Tensor, *chosen: Tensor) -> Tensor:
+        """`[T, D]`; `chosen`: the experts of each token and their weights, `[T, K]`."""
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind) and experts.config._experts_implementation == GROUPED:
+            low = _InType(experts, torch.get_autocast_dtype(kind))
+            multiplied: Tensor = grouped_mm_experts_forward(low, hidden, *chosen)
+            return multiplied
+        found: Tensor = own.forward(experts, hidden, *chosen)
+        return found
+
+    return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
+
+
+GROUPED = "grouped_mm"
 
 
 class _InType:

@@ -36,7 +36,7 @@ def replay_routing(model: Any) -> None:
         choice = _Choice(count)
         if block is not None:
             block.forward = _with_choice(block.forward, choice)
-        layer.forward = _with_rows(layer.forward, choice, index)
+        layer.register_forward_pre_hook(_taking_rows(choice, index), with_kwargs=True)
 
 
 def check_replay(settings: Any, path: Path) -> None:
@@ -113,13 +113,15 @@ def _with_choice(forward: Callable[..., Any], choice: _Choice) -> Callable[..., 
     return replaying
 
 
-def _with_rows(forward: Callable[..., Any], choice: _Choice, index: int) -> Callable[..., Any]:
-    def replaying(*args: Any, **named: Any) -> Any:
-        rows = named.pop(EXPERTS_ARGUMENT, None)
-        choice.rows = None if rows is None else rows[:, index]
-        return forward(*args, **named)
+def _taking_rows(choice: _Choice, index: int) -> Callable[..., Any]:
+    """A hook, because torch compiles a layer's function, with its index, for each layer."""
 
-    return replaying
+    def take(_layer: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        rows = named.get(EXPERTS_ARGUMENT)
+        choice.rows = None if rows is None else rows[:, index]
+        return args, {name: each for name, each in named.items() if name != EXPERTS_ARGUMENT}
+
+    return take
 
 
 def _blocks_of_experts(layer: nn.Module) -> Iterator[Any]:
