@@ -129,7 +129,9 @@ def _sent_alone(loader: Loader, architecture: Architecture) -> dict[str, Any]:
     """`kinds`: their number; `wrong`: what an update did not do."""
     folder = loader.folder / architecture.kind
     weights = written(architecture, folder, torch.bfloat16)
-    config = configured(arguments(folder, "bfloat16"))
+    # vLLM's kernel of latent attention for processors with AMX has no such small ranks.
+    backend = ["--attention-backend=CPU_MLA"] if architecture.kind == "deepseek_v3" else []
+    config = configured([*arguments(folder, "bfloat16"), *backend])
     live = loader.loaded(config)
     kinds = sorted({kind_of(name) for name in weights})
     wrong: list[str] = []

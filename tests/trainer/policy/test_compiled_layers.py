@@ -112,7 +112,8 @@ class Compared:
     graphs: tuple[int, int]
     """Number of graphs after the first length, and after all lengths."""
     breaks: tuple[str, ...]
-    """Reasons for which graphs end, besides functions that are to stay outside of them."""
+    """Reasons for which graphs end or are not compiled, besides functions that are to stay outside
+    of them."""
 
 
 def compared(architecture: Architecture) -> dict[torch.dtype, Compared]:
@@ -122,6 +123,8 @@ def compared(architecture: Architecture) -> dict[torch.dtype, Compared]:
     compile_layers(model.get_decoder().layers, TORCH)
     found = {}
     for dtype, (logprobs, gradients, kept) in eager.items():
+        torch._dynamo.reset()
+        counters.clear()
         own = computed(model, dtype, LENGTHS[0])
         assert own[1].keys() == gradients.keys()
         graphs = counters["stats"]["unique_graphs"]
@@ -132,7 +135,11 @@ def compared(architecture: Architecture) -> dict[torch.dtype, Compared]:
             max(_apart(own[1][name], gradient) for name, gradient in gradients.items()),
             (own[2], kept),
             (graphs, counters["stats"]["unique_graphs"]),
-            tuple(why for why in counters["graph_break"] if "compiler.disable" not in why),
+            tuple(
+                why
+                for why in (*counters["graph_break"], *counters["unimplemented"])
+                if "compiler.disable" not in why
+            ),
         )
     return found
 
@@ -149,8 +156,8 @@ def test_compiled_layers_are_the_eager_ones_and_keep_less(architecture: Architec
         assert found.logprobs < TOLERANCES[dtype]
         assert found.gradients < TOLERANCES[dtype]
         assert found.kept[0] < found.kept[1]
-        assert not found.breaks
         if dtype == torch.bfloat16:  # in which layers are compiled at all
+            assert not found.breaks
             assert found.graphs[0] == found.graphs[1], "compiled again for another length"
 
 
