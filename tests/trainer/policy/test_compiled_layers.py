@@ -24,6 +24,7 @@ from trainer.extras.experts.router_replay import replay_routing
 from trainer.policy.architecture import without_noise
 from trainer.policy.compiled_layers import KeptByGraphs, compile_layers
 from trainer.policy.context_parallel import ContextRanks
+from trainer.policy.delta_layers import has_delta_layers
 from trainer.policy.memory import _one_path, kept_per_token
 from trainer.policy.model_config import ModelConfig, recompute
 from trainer.policy.proof_on_copy import randomize
@@ -37,6 +38,9 @@ TRAINED = [each for each in ARCHITECTURES if not each.refused]
 FORKED = ("Gemma 2", "Qwen 3.5")
 """Attention with windows, and Gated DeltaNet."""
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+OF_STATES = 5
+"""So many times these tolerances have gradients through the states of Gated DeltaNet, which differ
+from float64 by up to 1e-4 of the largest element in eager layers, too."""
 FAST = ("Gemma 2", "Qwen 3 MoE")
 """A soft cap, two kinds of layers, norms before and after each part; experts."""
 WIDE = Qwen3Config(
@@ -152,9 +156,10 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 @every_architecture
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_layers_are_the_eager_ones_and_keep_less(architecture: Architecture) -> None:
+    factor = OF_STATES if has_delta_layers(small_model(architecture)) else 1
     for dtype, found in compared(architecture).items():
         assert found.logprobs < TOLERANCES[dtype]
-        assert found.gradients < TOLERANCES[dtype]
+        assert found.gradients < factor * TOLERANCES[dtype]
         assert found.kept[0] < found.kept[1]
         if dtype == torch.bfloat16:  # in which layers are compiled at all
             assert not found.breaks
@@ -228,7 +233,7 @@ def _passes(architecture: Architecture, times: int, *, replays: bool) -> _Passes
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("title", ["Qwen 3", "Gemma 2"])
+@pytest.mark.parametrize("title", ["Qwen 3", "Gemma 2", "Qwen 3.5", "Qwen 3 MoE"])
 def test_kernels_of_inductor_are_as_near_to_float64_as_eager_ones(title: str) -> None:
     from benchmarks.gpu.exactness import compare, paths_and_reference
 
