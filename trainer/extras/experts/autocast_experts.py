@@ -26,11 +26,12 @@ def multiply_in_autocast(model: nn.Module) -> None:
     """Of all experts that transformers multiplies by grouped products."""
     for module in model.modules():
         if hasattr(module, "_is_expert_parallel"):
-            module.__class__ = _in_autocast(type(module))
+            own: Any = type(module)
+            module.__class__ = _in_autocast(own)
 
 
 @cache
-def _in_autocast(own: type[nn.Module]) -> type[nn.Module]:
+def _in_autocast(own: Any) -> Any:
     """The class of experts with `own`'s weights, settings and name."""
 
     def forward(experts: Any, hidden: Tensor, *chosen: Tensor) -> Tensor:
