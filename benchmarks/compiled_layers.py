@@ -58,7 +58,7 @@ def _rows(title: str) -> list[dict[str, Any]]:
             "Δ log p": f"{each.logprobs:.0e}",
             "Δ gradient": f"{each.gradients:.0e}",
             "graphs": " then ".join(map(str, each.graphs)),
-            "breaks": "; ".join(sorted({_short(why) for why in each.breaks})) or "none",
+            "breaks": "; ".join(sorted(map(_short, {*each.breaks, *each.refused}))) or "none",
             "kept ÷ eager": f"{each.kept[0] / each.kept[1]:.2f}",
         }
         for dtype, each in compared(CLASSES[title]).items()

@@ -58,6 +58,7 @@ def send(source: Source | None):
     source.held()
 """,
     "vllm/envs.py": 'variables = {"VLLM_KNOWN": 1}\n',
+    "vllm/benchmarks/load.py": 'def main(): ...\nflag = "--rate"\n',
     "vllm/entrypoints/args.py": 'class ServeArgs:\n    max_len: int = 1\nroute = "/load"\n',
 }
 
@@ -118,6 +119,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
         ("import os\nos.environ['VLLM_KNOWN'] = '1'", ""),
         ("import os\nos.environ['VLLM_GONE'] = '1'", "vLLM has no variable VLLM_GONE"),
         ("argv = ['--max-len', '1']", ""),
+        ("argv = ['--rate', '1']", "vLLM has no flag --rate"),
+        ("from vllm.benchmarks.load import main\nargv = ['--rate', '--max-len']", ""),
         ("argv = ['--gone']", "vLLM has no flag --gone"),
         ("post('/load')", ""),
         ("post('/unload')", "vLLM has no route /unload"),

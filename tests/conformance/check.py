@@ -15,7 +15,6 @@ from tests.conformance.uses import Stand, Use, Uses
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FIELDS = ("dataclass", "config", "define", "frozen", "attr.s", "attrs")
 """Decorators of classes whose fields are their arguments."""
-_WITH_FLAGS = ("entrypoints", "engine", "benchmarks")
 _FEW = 4
 """A name that stands in this many other modules says nothing about where the missing one went."""
 
@@ -57,8 +56,10 @@ def check(uses: Uses, library: Library) -> Outcome:
     modules = {module for use in uses.names if (module := library.module_of(use.name))}
     for stand in uses.stands:
         _stand(stand, library, modules, outcome)
+    of_server = flags(library)
     for kind, used, offered in (
-        ("flag", uses.flags, flags(library)),
+        ("flag", uses.flags, of_server),
+        ("flag", uses.load_flags, of_server | strings(library, "vllm.benchmarks")),
         ("route", uses.routes, strings(library, "vllm.entrypoints")),
         ("variable", uses.variables, strings(library, "vllm.envs")),
     ):
@@ -280,9 +281,8 @@ def _overridden(theirs: Function, ours: Function) -> str | None:
 
 
 def flags(library: Library) -> set[str]:
-    """The flags of `vllm serve` and `vllm bench`: written ones, and the fields of classes of
-    arguments."""
-    found = set[str]().union(*(strings(library, f"vllm.{each}") for each in _WITH_FLAGS))
+    """The flags of `vllm serve`: written ones, and the fields of its classes of arguments."""
+    found = strings(library, "vllm.entrypoints") | strings(library, "vllm.engine")
     found = {each for each in found if each.startswith("--")}
     for folder in ("vllm.entrypoints", "vllm.engine"):
         for _, tree in library.sources(folder):

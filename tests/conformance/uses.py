@@ -51,6 +51,8 @@ class Uses:
     names: list[Use] = field(default_factory=list)
     stands: list[Stand] = field(default_factory=list)
     flags: dict[str, str] = field(default_factory=dict)
+    load_flags: dict[str, str] = field(default_factory=dict)
+    """Those in files that use vLLM's own load (`vllm bench serve`), which has further ones."""
     routes: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     """Flag, route or variable → where it is used first."""
@@ -288,6 +290,11 @@ def _strings(tree: ast.Module, where: str, uses: Uses, declared: frozenset[str])
         and any(alias.name == "VllmConfig" for alias in node.names)
         for node in ast.walk(tree)
     )
+    loads = any(
+        isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.benchmarks")
+        for node in ast.walk(tree)
+    )
+    flags = uses.load_flags if loads else uses.flags
     speaks_to_vllm = (
         (file.match("proxy/engines/*.py") and file.name not in SERVERS_OF_OTHERS)
         or file.match("proxy/extras/relay/engine_weights.py")
@@ -304,7 +311,7 @@ def _strings(tree: ast.Module, where: str, uses: Uses, declared: frozenset[str])
                 uses.variables.setdefault(variable, where)
             flag, route = node.value.partition("=")[0], node.value.partition("?")[0]
             if of_vllm and _FLAG.fullmatch(flag) and flag not in own_flags:
-                uses.flags.setdefault(flag, where)
+                flags.setdefault(flag, where)
             if speaks_to_vllm and _ROUTE.fullmatch(route) and id(node) not in paths:
                 uses.routes.setdefault(route, where)
 

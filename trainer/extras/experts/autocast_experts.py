@@ -20,6 +20,8 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the weights of several experts in one, of which a module has two."""
+GROUPED = "grouped_mm"
+"""transformers' name of grouped products."""
 
 
 def multiply_in_autocast(model: nn.Module) -> None:
@@ -45,9 +47,6 @@ def _in_autocast(own: Any) -> Any:
         return found
 
     return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
-
-
-GROUPED = "grouped_mm"
 
 
 class _InType:
