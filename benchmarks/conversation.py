@@ -3,7 +3,8 @@
 The proxy's rooms are measured by `python -m benchmarks.proxy --parts turns`. Here is the rest of a
 step: the record as bytes and back, the tree of its segments, the batch, its packing, and the passes
 of training with attention left out. `first` and `last` are what EXTRA turns add to a conversation
-of 2 turns, and to one that has 98 with them. Processor time, the least of the repeats.
+of 2 turns, and to one that has 98 with them. Processor time, the least of the repeats. Memory that
+is freed stays with the process, so that a large array does not cost its pages anew.
 
 The second table has GROUPS x GROUP sessions with one first prompt: the time per session, beside
 sessions with a short prompt, and what it takes to copy and compare the bytes of its tokens.
@@ -12,6 +13,7 @@ sessions with a short prompt, and what it takes to copy and compare the bytes of
 from __future__ import annotations
 
 import argparse
+import ctypes
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +55,9 @@ GROUPS, GROUP = 8, 16
 FIRST_PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 18_900, 24
 MICRO_BATCH_TOKENS = 4_096
 VOCABULARY = 1_024
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = (-3, 1 << 25), (-1, 1 << 30)
+"""Options of glibc's mallopt, and bytes."""
 
 
 def session(name: str, prompt: int, turns: int, seed: int = 0) -> list[Turn]:
@@ -139,14 +144,17 @@ class Training:
         self._policy.accumulate(self._policy.pack(batch), batch, loss, temperature=1.0)
 
 
-def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Processor time of a call, the least of several."""
-    times = []
-    for _ in range(repeats):
-        began = time.process_time()
-        call()
-        times.append(time.process_time() - began)
-    return min(times)
+def seconds(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Processor time of each call, the least of several. They are called in turn, so that what
+    disturbs one disturbs all."""
+    times = [[_seconds(call) for call in calls] for _ in range(repeats)]
+    return [min(each) for each in zip(*times, strict=True)]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
 
 
 def rooms(
@@ -170,14 +178,14 @@ def by_turn(training: Training, repeats: int) -> list[str]:
     """Rows of the first table."""
     first, last = TURNS
     counts = (first, first + EXTRA, last - EXTRA, last)
-    found: dict[str, list[float]] = {}
+    calls: dict[str, list[Callable[[], object]]] = {}
     for turns in counts:
         # Two trials whose last answers differ, so that what they share is computed in pieces.
         pair = [session(f"trial-{seed}", 0, turns) for seed in range(2)]
         pair[1][-1].sampled_ids[0] += 1
         for name, call in rooms(pair, training).items():
-            times = 3 if "passes" in name else repeats
-            found.setdefault(name, []).append(seconds(call, times))
+            calls.setdefault(name, []).append(call)
+    found = {n: seconds(c, 3 if "passes" in n else repeats) for n, c in calls.items()}
     rows = []
     for name, (a, b, c, d) in found.items():
         # a pass computes what both share once
@@ -190,10 +198,11 @@ def by_turn(training: Training, repeats: int) -> list[str]:
 def by_prompt(repeats: int) -> list[str]:
     """Rows of the second table."""
     count = GROUPS * GROUP
-    found = []
+    calls: dict[str, list[Callable[[], object]]] = {}
     for prompt in (FIRST_PROMPT_TOKENS, SHORT_PROMPT_TOKENS):
         records = [session(f"trial-{seed}", prompt, 1, seed) for seed in range(count)]
-        found.append({n: seconds(c, repeats) for n, c in rooms(records, None).items()})
+        for name, call in rooms(records, None).items():
+            calls.setdefault(name, []).append(call)
     ids = np.arange(FIRST_PROMPT_TOKENS, dtype=np.int32)
     same, floats, mask = ids.copy(), ids.astype(np.float32), ids > 0
 
@@ -204,12 +213,12 @@ def by_prompt(repeats: int) -> list[str]:
                 each.copy()
             np.array_equal(ids, same)
 
-    least = seconds(copied_and_compared, repeats) / count
-    long, short = found
-    rows = [
-        f"| {name} | {1e6 * long[name] / count:.0f} | {1e6 * short[name] / count:.0f} |"
-        for name in long
-    ]
+    (least,) = seconds([copied_and_compared], repeats)
+    rows = []
+    for name, pair in calls.items():
+        long, short = (f"{1e6 * each / count:.0f}" for each in seconds(pair, repeats))
+        rows.append(f"| {name} | {long} | {short} |")
+    least /= count
     return [*rows, f"| to copy and compare its tokens once | {1e6 * least:.0f} | |"]
 
 
@@ -222,6 +231,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    for option in (MMAP_THRESHOLD, TRIM_THRESHOLD):
+        ctypes.CDLL(None).mallopt(*option)
     first, last = TURNS
     head = f"turns {first + 1} to {first + EXTRA}", f"turns {last - EXTRA + 1} to {last}"
     with tempfile.TemporaryDirectory() as folder, patch.dict(AttentionInterface._global_mapping):

@@ -57,11 +57,12 @@ class ContextRanks:
             ids=held(micro.ids),
             positions=held(micro.positions.movedim(-1, 0)).movedim(0, -1),
             layout=SharedLayout(
-                micro.layout.ends,
+                micro.layout.last_ends,
                 micro.layout.longest,
                 micro.layout.segments,
                 micro.layout.piece,
                 images=micro.layout.images,
+                front=micro.layout.front,
                 ranks=self,
             ),
             targets=micro.targets,

@@ -12,6 +12,7 @@ Shapes: `T` input tokens of a micro-batch, `M` of the batch's `N` trained tokens
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from proxy.records import Ids, ImageSpan
 from proxy.records.images import uncut
@@ -51,9 +53,8 @@ class Layout:
         ends = [4 4 4 4]     longest = 4     segments = (2,)
     """
 
-    ends: Tensor
-    """`[P + T]` int64: token `i` attends to token `j` exactly if `j <= i < ends[j]`, or if both are
-    of one of the `images`."""
+    last_ends: Tensor
+    """`[K]` int64: the `ends` of all tokens but the first `front`."""
     longest: int
     """Number of tokens of the longest path."""
     segments: tuple[int, ...] = ()
@@ -66,6 +67,20 @@ class Layout:
     """`[P + T]` int64: the image of each token, whose tokens also see the later ones of it, and -1
     for text. None: no token sees a later one."""
 
+    front: int = 0
+    """Number of tokens of earlier pieces to which all after them attend: they end with the row."""
+
+    @functools.cached_property
+    def ends(self) -> Tensor:
+        """`[P + T]` int64: token `i` attends to token `j` exactly if `j <= i < ends[j]`, or if both
+        are of one of the `images`."""
+        return pad(self.last_ends, (self.front, 0), value=self.row) if self.front else self.last_ends
+
+    @property
+    def row(self) -> int:
+        """`P + T`."""
+        return self.front + len(self.last_ends)
+
     @functools.cached_property
     def past(self) -> int:
         """`P`, the number of tokens in front that earlier passes computed."""
@@ -74,33 +89,36 @@ class Layout:
     @property
     def tokens(self) -> int:
         """`T`, the number of tokens that this pass computes."""
-        return len(self.ends) - self.past
+        return self.row - self.past
 
     def to(self, device: torch.device) -> Self:
         """The same layout with its tensors on that device."""
         piece = None if self.piece is None else self.piece.to(device)
         images = None if self.images is None else sent(self.images, device)
-        moved = replace(self, ends=sent(self.ends, device), piece=piece, images=images)
-        if device != self.ends.device:  # derived here, because a GPU would be waited for
+        moved = replace(self, last_ends=sent(self.last_ends, device), piece=piece, images=images)
+        if device != self.last_ends.device:  # derived here, because a GPU would be waited for
             moved.__dict__.update(runs=self.runs, parent_runs=self.parent_runs)
         return moved
 
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:
         """The tokens in order, cut into runs where `ends` changes and where a segment ends."""
-        changes = (self.ends[1:] != self.ends[:-1]).nonzero()[:, 0] + 1
+        before = [self.row if self.front else -1]
+        changes = torch.diff(self.last_ends, prepend=self.last_ends.new_tensor(before)).nonzero()
         borders = {*self.borders, *accumulate(self.segments)}
-        starts = sorted({0, *changes.tolist(), *borders, len(self.ends)})
-        ends = self.ends[starts[:-1]].tolist()
+        starts = sorted({0, *(changes[:, 0] + self.front).tolist(), *borders, self.row})
+        in_front = bisect_left(starts, self.front)
+        last = self.last_ends[[start - self.front for start in starts[in_front:-1]]].tolist()
+        ends = [self.row] * in_front + last
         return tuple(zip(starts[:-1], starts[1:], ends, strict=True))
 
     @functools.cached_property
     def parents(self) -> Tensor:
         """`[P + T]` int64: the token before each token on its path; -1 at the start of a path."""
-        parents = torch.arange(-1, len(self.ends) - 1)
+        parents = torch.arange(-1, self.row - 1)
         for run, parent in zip(self.runs, self.parent_runs, strict=True):
             parents[run[0]] = -1 if parent is None else self.runs[parent][1] - 1
-        return sent(parents, self.ends.device)
+        return sent(parents, self.last_ends.device)
 
     @functools.cached_property
     def parent_runs(self) -> tuple[int | None, ...]:
@@ -117,11 +135,11 @@ class Layout:
     @functools.cached_property
     def depths(self) -> Tensor:
         """`[P + T]` int64: number of tokens before each token on its path."""
-        depths = torch.empty(len(self.ends), dtype=torch.int64)
+        depths = torch.empty(self.row, dtype=torch.int64)
         for (start, stop, _), parent in zip(self.runs, self.parent_runs, strict=True):
             first = 0 if parent is None else int(depths[self.runs[parent][1] - 1]) + 1
             depths[start:stop] = torch.arange(first, first + stop - start)
-        return sent(depths, self.ends.device)
+        return sent(depths, self.last_ends.device)
 
     @functools.cached_property
     def forked(self) -> Layout:
@@ -133,7 +151,7 @@ class Layout:
 
     def path(self, run: int) -> Tensor:
         """Indices of the tokens before the run on its path, in order."""
-        device = self.ends.device
+        device = self.last_ends.device
         pieces = [torch.zeros(0, dtype=torch.int64, device=device)]
         parent = self.parent_runs[run]
         while parent is not None:

@@ -21,6 +21,7 @@ piece on its path, `T` tokens of a piece.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -421,14 +422,13 @@ class _LaidTree:
         if row.reads_only:
             tokens = open_tokens
             path = path[: self.depths[open_tokens[0]]]
-        front = len(path)
-        seen_until = np.concatenate([self.ends[path], self.ends[tokens]])
-        ends = np.full(len(seen_until), front + len(tokens))
-        # few of the tokens in front end within the piece, so only these are looked up
-        within = np.flatnonzero(seen_until <= tokens[-1])
-        ends[within] = front + np.searchsorted(tokens, seen_until[within])
+        last = int(tokens[-1])
+        # On a path, later tokens end earlier: those that end within the piece are its last ones.
+        front = bisect_left(path, True, key=lambda token: self.ends[token] <= last)
+        seen_until = np.concatenate([self.ends[path[front:]], self.ends[tokens]])
+        ends = len(path) + np.searchsorted(tokens, seen_until)
         own, predictors, companions, finished = self._trained(number, tokens, row.reads_only)
-        longest = max(front, int(self.depths[tokens].max()) + 1)
+        longest = max(len(path), int(self.depths[tokens].max()) + 1)
         past = self._segments(path)
         # a branch begins where the path of what follows ends
         forks = np.flatnonzero(np.diff(self.ends[open_tokens], append=-1))
@@ -441,7 +441,9 @@ class _LaidTree:
             companions=torch.as_tensor(companions),
             finished=torch.as_tensor(finished),
         )
-        layout = Layout(torch.as_tensor(ends), longest, tuple(count for _, count in past), piece)
+        layout = Layout(
+            torch.as_tensor(ends), longest, tuple(count for _, count in past), piece, front=front
+        )
         return MicroBatch(
             ids=torch.as_tensor(self.ids[tokens]),
             positions=torch.as_tensor(self.positions[..., tokens]),

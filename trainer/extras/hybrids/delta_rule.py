@@ -301,7 +301,7 @@ def _levels(layout: Layout) -> list[list[int]]:
 @functools.lru_cache(maxsize=2)
 def _before(layout: Layout) -> Tensor:
     """`[P + T + 1]`: the token before each token on its path; `P + T` at the start of a path."""
-    tokens = len(layout.ends)
+    tokens = layout.row
     return pad(layout.parents.where(layout.parents >= 0, tokens), (0, 1), value=tokens)
 
 
