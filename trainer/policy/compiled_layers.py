@@ -4,7 +4,7 @@ The eager code of a layer launches a kernel for each cast, norm, rotation and ac
 the result of each for the backward pass. Invariants: a compiled layer computes the same numbers;
 what it keeps are its input, products of matrices and small reductions, and the backward pass
 computes again only what follows from them element by element (`KEEP_PRODUCTS`); all layers of a
-kind, at any number of tokens, share their graphs.
+kind share their graphs, at any number of tokens, and in passes without a backward pass.
 
 Attention and Gated DeltaNet stay outside of these graphs (`outside_graphs`): they use the layout of
 the row, a Python object, and have kernels of their own. They divide a layer into parts, each of
@@ -17,20 +17,22 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_GRAPHS = 64
-"""Number of graphs of a part of a layer in a process: with gradients and without, for the kinds of
-layers of the policy, a critic and teachers. After torch's own 8, further ones would run eagerly."""
+"""Number of graphs of a part of a layer in a process, for the kinds of layers of the policy, a
+critic and teachers. After torch's own 8, further ones would run eagerly."""
 KEEP_PRODUCTS = {
     "ban_recompute_materialized_backward": False,
     "ban_recompute_long_fusible_chains": False,
@@ -47,9 +49,66 @@ def compile_layers(layers: Sequence[nn.Module], backend: Any = "inductor") -> No
     Hooks of a layer (FSDP2, gradient checkpointing) stay outside.
     """
     for layer in layers:
-        layer.forward = _patched(
-            torch.compile(layer.forward, backend=_keeping_products(backend), dynamic=True)
+        layer.forward = for_all_passes(
+            _patched(torch.compile(layer.forward, backend=_keeping_products(backend), dynamic=True))
         )
+        layer.train().train = functools.partial(_unchanged, layer)  # type: ignore[method-assign]
+
+
+def _unchanged(layer: nn.Module, _mode: bool = True) -> nn.Module:
+    """A compiled layer is always in training mode: it has no noise, and would be compiled once more
+    for the other."""
+    return layer
+
+
+def for_all_passes(compiled: F) -> F:
+    """The compiled function, of which a pass without a backward pass, and one whose input has no
+    gradient, use the graph of training: its inputs are made to have one."""
+
+    @functools.wraps(compiled)
+    def called(*arguments: Any, **named: Any) -> Any:
+        reads = not torch.is_grad_enabled()
+        token = _READS.set(reads)
+        try:
+            if not reads:
+                return compiled(*_as_inputs(arguments), **named)
+            with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+                out = compiled(*_as_inputs(arguments), **named)
+            return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, out)
+        finally:
+            _READS.reset(token)
+
+    return cast(F, called)
+
+
+def _as_inputs(values: Any) -> Any:
+    """The values as a graph gets them in every pass: with gradients, and none a view, for whose
+    base another graph would be compiled."""
+    return tree_map(_as_input, values)
+
+
+def _as_input(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    if not value.requires_grad or not torch.is_grad_enabled():
+        return value.detach().requires_grad_()
+    return value if value._base is None else _Alone.apply(value)  # type: ignore[no-untyped-call]
+
+
+class _Alone(Function):
+    """The same tensor, of which autograd does not know that it is a view."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _patched(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +137,10 @@ def outside_graphs(function: F) -> F:
 
     @functools.wraps(function)
     def called(*arguments: Any, **named: Any) -> Any:
-        counting = _COUNTING.get()
+        reads, counting = _READS.get(), _COUNTING.get()
+        if reads is not None:
+            with torch.set_grad_enabled(not reads):
+                return _as_inputs(function(*arguments, **named))
         if counting is None:
             return function(*arguments, **named)
         with counting.outside(arguments, named):
@@ -165,6 +227,8 @@ class KeptByGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._origins.pop(_storage(each), None)
 
 
+_READS: ContextVar[bool | None] = ContextVar("reads", default=None)
+"""Within a compiled layer, whether its pass has no backward pass."""
 _COUNTING: ContextVar[KeptByGraphs | None] = ContextVar("counting", default=None)
 
 _ALSO_ELEMENTWISE = {"_to_copy", "clone", "cat", "copy", "index", "gather"}

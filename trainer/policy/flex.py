@@ -1,8 +1,8 @@
 """Attention over packed and prefix-shared sequences on CUDA, by FlexAttention.
 
 Uncompiled, FlexAttention holds the scores of all `T²` pairs in memory. Invariants: it is compiled
-without a graph break (`fullgraph`), and a model compiles one graph per window, with gradients and
-without, whatever the lengths of its rows: no length is so small that it is compiled as a constant.
+without a graph break (`fullgraph`), and a model compiles one graph per window and head size,
+whatever the lengths of its rows: no length is so small that it is compiled as a constant.
 
 Shapes: `T` tokens of a micro-batch, `H` query heads, `D` head size.
 """
@@ -18,17 +18,17 @@ import torch._dynamo.config
 import torch.fx.experimental._config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-from torch.nn.functional import pad
 
+from trainer.policy.compiled_layers import for_all_passes
 from trainer.policy.mask import BLOCK, AttentionMask, block_mask
-from trainer.rows.kept import Segment, with_past
+from trainer.rows.kept import Segment, one_row, with_past
 from trainer.rows.packing import Layout
 
 SHORTEST = 2 * BLOCK
 """Tokens of the shortest row that is compiled. The mask of a shorter one can have a single block, a
 size that torch compiles as a constant; it is filled up instead."""
 MAX_GRAPHS = 64
-"""Number of graphs in a process: 4 for each shape of heads of the policy, a critic and teachers.
+"""Number of graphs in a process: 2 for each shape of heads of the policy, a critic and teachers.
 After torch's own 8, further shapes would run uncompiled."""
 
 
@@ -52,9 +52,7 @@ def flex_attend(
     key, value = with_past(key, value, past)
     tokens = query.shape[2]
     if tokens < SHORTEST:
-        query, key, value = (
-            pad(each, (0, 0, 0, SHORTEST - tokens)) for each in (query, key, value)
-        )
+        query, key, value = (_filled_up(each, SHORTEST - tokens) for each in (query, key, value))
         mask = AttentionMask(_filled(mask.layout), mask.window)
 
     def capped(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
@@ -78,6 +76,11 @@ def flex_attend(
     return result
 
 
+def _filled_up(heads: Tensor, count: int) -> Tensor:
+    more = heads.new_zeros(*heads.shape[:2], count, heads.shape[-1])
+    return one_row((heads, more), heads)
+
+
 @functools.lru_cache(maxsize=2)  # the layout of the micro-batch at hand, for all of its layers
 def _filled(layout: Layout) -> Layout:
     """The layout with a path of further tokens at its end."""
@@ -99,5 +102,5 @@ def compiled(backend: Any = "inductor") -> Callable[..., Any]:
     dynamo = torch._dynamo.config.patch(specialize_float=True, recompile_limit=MAX_GRAPHS)
     config: Any = torch.fx.experimental._config
     sizes = config.patch(use_duck_shape=False)
-    patched: Callable[..., Any] = dynamo(sizes(kernel))
+    patched: Callable[..., Any] = for_all_passes(dynamo(sizes(kernel)))
     return patched

@@ -290,15 +290,23 @@ def with_past(key: Tensor, value: Tensor, past: Sequence[Segment]) -> tuple[Tens
     return joined
 
 
+def one_row(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The tokens of `[1, H, ·, D]` one behind the other, with heads or tokens first in memory as in
+    `like`: kernels are compiled for one order."""
+    if like.stride(1) > like.stride(2):
+        return torch.cat(tuple(parts), 2)
+    return torch.cat([each.transpose(1, 2) for each in parts], 1).transpose(1, 2)
+
+
 class _WithPast(Function):
     @staticmethod
     def forward(
         ctx: Any, key: Tensor, value: Tensor, past: Sequence[Segment]
     ) -> tuple[Tensor, Tensor]:
         ctx.past = past
-        keys = [each.key.to(key.dtype) for each in past]
-        values = [each.value.to(value.dtype) for each in past]
-        return torch.cat([*keys, key], 2), torch.cat([*values, value], 2)
+        keys = [*(each.key.to(key.dtype) for each in past), key]
+        values = [*(each.value.to(value.dtype) for each in past), value]
+        return one_row(keys, key), one_row(values, value)
 
     @staticmethod
     @once_differentiable

@@ -74,7 +74,9 @@ class Layout:
     def ends(self) -> Tensor:
         """`[P + T]` int64: token `i` attends to token `j` exactly if `j <= i < ends[j]`, or if both
         are of one of the `images`."""
-        return pad(self.last_ends, (self.front, 0), value=self.row) if self.front else self.last_ends
+        return (
+            pad(self.last_ends, (self.front, 0), value=self.row) if self.front else self.last_ends
+        )
 
     @property
     def row(self) -> int:
@@ -346,9 +348,10 @@ def _balance(units: Sequence[Unit], full_tokens: int, multiple_of: int) -> list[
 
 def _laid_out(batch: Batch, row: RowPlan, bounds: Tensor, positions_of: Positions) -> MicroBatch:
     units = row.units
-    if not units:  # models refuse 0 tokens, so the row holds one token that predicts nothing
-        one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        return MicroBatch(one, one, Layout(one + 1, longest=1), none, none, share=0.0)
+    if not units:  # models refuse 0 tokens, and 1 would be compiled as a constant
+        two, none = torch.arange(2), torch.zeros(0, dtype=torch.int64)
+        layout = Layout(torch.full_like(two, 2), longest=2)
+        return MicroBatch(torch.zeros_like(two), two, layout, none, none, share=0.0)
     ids: list[Ids] = []
     positions: list[Counts] = []
     targets, predictors = ([np.zeros(0, np.int64)] for _ in range(2))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
+from tests.trainer.policy.float64 import in_float64
 from trainer.extras.experts.router_replay import replay_routing
 from trainer.policy.architecture import without_noise
 from trainer.policy.compiled_layers import KeptByGraphs, compile_layers
@@ -34,9 +36,14 @@ from trainer.rows.packing import Layout, MicroBatch
 TORCH = "aot_eager_decomp_partition"
 LENGTHS = (70, 33, 130)
 TRAINED = [each for each in ARCHITECTURES if not each.refused]
+MOST_GRAPHS = 5
+"""Of all layers. With FlexAttention's (one for each window) and the output layer's two, a run of
+any class but Gemma 4, which has 9, compiles at most 8."""
 FORKED = ("Gemma 2", "Qwen 3.5")
 """Attention with windows, and Gated DeltaNet."""
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""In float64, a fault of either way to compute shows, and rounding does not. In the other types,
+gradients may also differ by as much as the eager ones do from float64 (Qwen 3.5's `A_log`)."""
 FAST = ("Gemma 2", "Qwen 3 MoE")
 """A soft cap, two kinds of layers, norms before and after each part; experts."""
 WIDE = Qwen3Config(
@@ -107,6 +114,8 @@ class Compared:
     """The largest difference of a log-probability."""
     gradients: float
     """The largest difference of a gradient, as a part of the largest element of its weight's."""
+    rounded: float
+    """The same of the gradients that differ by more than the eager ones do from float64."""
     kept: tuple[int, int]
     """Bytes besides weights that the compiled layers keep, and the eager ones."""
     graphs: tuple[int, int]
@@ -120,26 +129,47 @@ class Compared:
 def compared(architecture: Architecture) -> dict[torch.dtype, Compared]:
     """By type, in this order, with torch's own operations in the graphs."""
     model = small_model(architecture)
-    eager = {dtype: computed(model, dtype, LENGTHS[0]) for dtype in TOLERANCES}
-    compile_layers(model.get_decoder().layers, TORCH)
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    eager = {each: computed(model, each, LENGTHS[0]) for each in TOLERANCES if each.itemsize < 8}
     found = {}
-    for dtype, (logprobs, gradients, kept) in eager.items():
-        torch._dynamo.reset()
-        counters.clear()
-        own = computed(model, dtype, LENGTHS[0])
-        assert own[1].keys() == gradients.keys()
-        graphs = counters["stats"]["unique_graphs"]
-        for tokens in LENGTHS[1:]:
-            computed(model, dtype, tokens)
-        found[dtype] = Compared(
-            float((own[0] - logprobs).abs().max()),
-            max(_apart(own[1][name], gradient) for name, gradient in gradients.items()),
-            (own[2], kept),
-            (graphs, counters["stats"]["unique_graphs"]),
-            tuple(why for why in counters["graph_break"] if "compiler.disable" not in why),
-            tuple(counters["unimplemented"]),
-        )
-    return found
+    # routers say `torch.float`
+    with in_float64(), patch.object(torch, "float", torch.float64):
+        exact_model = small_model(architecture)
+        exact_model.load_state_dict(weights)
+        exact_model.double()
+        exact = computed(exact_model, torch.float64, LENGTHS[0])
+        compile_layers(exact_model.get_decoder().layers, TORCH)
+        found[torch.float64] = _beside(exact_model, torch.float64, exact, exact[1])
+    compile_layers(model.get_decoder().layers, TORCH)
+    return found | {each: _beside(model, each, one, exact[1]) for each, one in eager.items()}
+
+
+def _beside(
+    model: Any,
+    dtype: torch.dtype,
+    eager: tuple[Tensor, dict[str, Tensor], int],
+    exact: dict[str, Tensor],
+) -> Compared:
+    """The compiled layers of the model beside what it computed before."""
+    logprobs, gradients, kept = eager
+    torch._dynamo.reset()
+    counters.clear()
+    own = computed(model, dtype, LENGTHS[0])
+    assert own[1].keys() == gradients.keys() == exact.keys()
+    graphs = counters["stats"]["unique_graphs"]
+    for tokens in LENGTHS[1:]:
+        computed(model, dtype, tokens)
+    apart = {name: _apart(own[1][name], each) for name, each in gradients.items()}
+    rounding = {name: _apart(each, exact[name]) for name, each in gradients.items()}
+    return Compared(
+        float((own[0] - logprobs).abs().max()),
+        max(apart.values()),
+        max((each for name, each in apart.items() if each > rounding[name]), default=0.0),
+        (own[2], kept),
+        (graphs, counters["stats"]["unique_graphs"]),
+        tuple(why for why in counters["graph_break"] if "compiler.disable" not in why),
+        tuple(counters["unimplemented"]),
+    )
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
@@ -152,9 +182,10 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 def test_compiled_layers_are_the_eager_ones_and_keep_less(architecture: Architecture) -> None:
     for dtype, found in compared(architecture).items():
         assert found.logprobs < TOLERANCES[dtype]
-        assert found.gradients < TOLERANCES[dtype]
+        assert found.rounded < TOLERANCES[dtype]
         assert found.kept[0] < found.kept[1]
-        assert not found.breaks
+        if dtype != torch.float64:  # in which experts are computed by other functions
+            assert not found.breaks
         if dtype == torch.bfloat16:  # in which layers are compiled at all
             assert not found.refused
             assert found.graphs[0] == found.graphs[1], "compiled again for another length"
@@ -191,6 +222,37 @@ def test_all_layers_of_a_kind_share_their_graphs(architecture: Architecture) -> 
         few, more = (_passes(architecture, times, replays=replays) for times in (2, 3))
         assert few.graphs == more.graphs
         torch.testing.assert_close(more.compiled, more.eager, atol=2e-5, rtol=2e-5)
+
+
+@every_architecture
+@pytest.mark.filterwarnings("ignore")
+def test_all_passes_share_their_graphs(architecture: Architecture) -> None:
+    """Those of training, those that only read, those that score, and those of adapters, in which
+    the first layer's input has no gradient."""
+    tokens, graphs, model = 70, 0, small_model(architecture)
+    micro = replace(_one_path(tokens, ContextRanks()), ids=torch.arange(tokens) * 5 % VOCABULARY)
+    ids = torch.arange(tokens) * 7 % VOCABULARY
+    scorer = CausalScorer(model, torch.float32)
+
+    def counting(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    with torch.no_grad():
+        expected = scorer.train()(micro, ids, 1.0).logprobs
+    compile_layers(model.get_decoder().layers, counting)
+    trained = scorer.train()(micro, ids, 1.0).logprobs
+    at_first = graphs
+    with torch.no_grad():
+        read = scorer.train()(micro, ids, 1.0).logprobs
+        scored = scorer.eval()(micro, ids, 1.0).logprobs
+    assert not read.requires_grad
+    model.get_input_embeddings().requires_grad_(False)
+    adapted = scorer.train()(micro, ids, 1.0).logprobs
+    assert graphs == at_first <= MOST_GRAPHS
+    for each in (trained, read, scored, adapted):
+        torch.testing.assert_close(each.detach(), expected, atol=2e-5, rtol=2e-5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from trainer.learning.steps import (
 )
 from trainer.optimizer import Unread
 from trainer.optimizer_config import OptimizerConfig
+from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.critic import Critic
+from trainer.policy.model import blocks
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.rows.prefix_tree import Forest
@@ -43,12 +46,18 @@ ALGORITHM: dict[str, Any] = {
 
 
 def trained(
-    path: Path, batch: Batch, model: dict[str, Any], algorithm: dict[str, Any]
+    path: Path,
+    batch: Batch,
+    model: dict[str, Any],
+    algorithm: dict[str, Any],
+    prepare: Callable[[Policy], None] | None = None,
 ) -> tuple[Policy, Metrics, dict[str, Tensor]]:
     """The policy, the metrics and the gradients of one update, which leaves the weights."""
     config = ModelConfig.model_validate({"path": path} | model)
     torch.manual_seed(0)
     policy = Policy(config, OptimizerConfig(lr=1e-9))
+    if prepare is not None:
+        prepare(policy)
     found: dict[str, Tensor] = {}
     step = policy.step
 
@@ -104,6 +113,44 @@ def test_update_in_pieces_equals_that_of_each_sequence(
     divided = [micro.piece for micro in micros if micro.piece and len(micro.piece.companions)]
     assert divided
     assert_equal(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"activation_offload": True},
+        {"lora": {"rank": 2}},
+    ],
+    ids=str,
+)
+def test_update_in_pieces_with_compiled_layers_equals_that_of_each_sequence(
+    checkpoint: Path, changes: dict[str, Any]
+) -> None:
+    """And all of its passes have the same graphs: one before attention, and one after it."""
+    graphs = 0
+
+    def counting(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    pieces = changes | {"max_micro_batch_tokens": PIECES + 4}  # no pass has a single token
+    got = trained(
+        checkpoint,
+        make_batch(3),
+        pieces,
+        ALGORITHM,
+        lambda policy: compile_layers(blocks(policy.model), counting),
+    )
+    torch._dynamo.reset()
+    assert any(micro.reads_only for micro in got[0].pack(make_batch(3)))
+    alone = changes | {"max_micro_batch_tokens": 4096, "share_prefixes": False}
+    assert_equal(got, trained(checkpoint, make_batch(3), alone, ALGORITHM))
+    assert graphs == 2
 
 
 def test_replayed_experts_in_pieces_equal_those_of_a_tree(mixture: Path) -> None:
