@@ -1,7 +1,7 @@
 """Attention over packed and prefix-shared sequences on CUDA, by FlexAttention.
 
 Uncompiled, FlexAttention holds the scores of all `T²` pairs in memory. Invariants: it is compiled
-without a graph break (`fullgraph`), and a model compiles one graph per window and head size,
+without a graph break (`fullgraph`), and a model compiles one graph per window and shape of heads,
 whatever the lengths of its rows: no length is so small that it is compiled as a constant.
 
 Shapes: `T` tokens of a micro-batch, `H` query heads, `D` head size.

@@ -31,7 +31,9 @@ from trainer.rows.packing import Layout
 LENGTHS = (300, 2, 128, 129, 400)
 """Tokens of rows: of one block, of two, of as many as there are heads, and of more."""
 MOST_GRAPHS = 2
-"""One for each window."""
+"""With a window, and for whole paths, which are those of a short row, too."""
+TWO_SHAPES = ("Gemma 4", "MiMo-V2-Flash")
+"""Their layers with a window have another number or size of heads than those without."""
 SHAPES = ((2, 16), (4, 32), (8, 64), (6, 24), (3, 48))
 """Numbers of heads, and their sizes."""
 PAST = 40
@@ -62,7 +64,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
         for each in TRAINED
     ],
 )
-def test_architecture_compiles_at_most_two_graphs_without_a_break(
+def test_architecture_compiles_few_graphs_without_a_break(
     architecture: Architecture, counter: Any
 ) -> None:
     small = shrunk(without_noise(architecture.settings()))
@@ -81,7 +83,8 @@ def test_architecture_compiles_at_most_two_graphs_without_a_break(
             logprobs = scorer(micro, ids, 1.0).logprobs
             torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
             logprobs.sum().backward()
-    assert 0 < counter.frame_count <= MOST_GRAPHS
+    more = architecture.title in TWO_SHAPES
+    assert 0 < counter.frame_count <= MOST_GRAPHS + more
     assert not counters["graph_break"]
 
 
