@@ -50,7 +50,7 @@ class Layout:
 
     The row of a piece of a tree begins with `P` tokens of earlier pieces, those on the path to its
     first token, which were computed by other passes. Example: 8 9 alone, after 5 6:
-        ends = [4 4 4 4]     longest = 4     segments = (2,)
+        ends = [4 4 4 4]     longest = 4     segments = (2,)     last_ends = [4 4]     front = 2
     """
 
     last_ends: Tensor

@@ -44,6 +44,17 @@ ALGORITHM: dict[str, Any] = {
     "kl": {"coefficient": 0.1},
 }
 
+every_way_to_keep = pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"activation_offload": True},
+        {"lora": {"rank": 2}},
+    ],
+    ids=str,
+)
+
 
 def trained(
     path: Path,
@@ -87,16 +98,7 @@ def assert_equal(got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         assert float((found[name] - gradient).abs().max()) <= 1e-5 * max(scale, 1e-3), name
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"gradient_checkpointing": True},
-        {"activation_offload": True},
-        {"lora": {"rank": 2}},
-    ],
-    ids=str,
-)
+@every_way_to_keep
 @pytest.mark.parametrize("seed", [1, 4])
 def test_update_in_pieces_equals_that_of_each_sequence(
     checkpoint: Path, changes: dict[str, Any], seed: int
@@ -116,16 +118,7 @@ def test_update_in_pieces_equals_that_of_each_sequence(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"gradient_checkpointing": True},
-        {"activation_offload": True},
-        {"lora": {"rank": 2}},
-    ],
-    ids=str,
-)
+@every_way_to_keep
 def test_update_in_pieces_with_compiled_layers_equals_that_of_each_sequence(
     checkpoint: Path, changes: dict[str, Any]
 ) -> None:
