@@ -5,8 +5,9 @@ are kept in `--rows`, and done ones are not measured again. Models have random w
 of published ones; a batch is 8 trials of about 15,000 tokens, of which 8,000 are shared. Exits with
 1 if a row failed.
 
-- *step*: optimizer steps, compiled, with as many layers recomputed as the plan says. Share: model
-  FLOP/s ÷ the card's peak for dense bfloat16, every token counted, and those computed counted.
+- *step*: optimizer steps, compiled, with as many layers recomputed as the plan says; *filled*: with
+  micro-batches as large as it has room for. Share: model FLOP/s ÷ the card's peak for dense
+  bfloat16, every token counted, and those computed counted.
 - *waits*: synchronisations of host and device in a step, by torch's own debug mode.
 - *copy*: all weights, copied within the card: what the pause of an update is compared with.
 - *start*, *answers*, *first trial*, *vllm serve*: with a real vLLM (`served.py`).
@@ -85,6 +86,7 @@ class Row:
             *("LoRA" for _ in self.model.get("lora", ())),
         ]
         own += ["eager"] * (not self.model.get("compile_layers"))
+        own += ["filled"] * (self.model.get("max_micro_batch_tokens", 0) is None)
         return f"{self.kind} {self.shape}, {', '.join(dict.fromkeys(own))}"
 
 
@@ -92,6 +94,7 @@ ROWS = (
     Row("step", "1.7b", shares=False, model=COMPILED),
     Row("step", "1.7b", model=COMPILED),
     Row("step", "1.7b", shares=False),
+    Row("step", "1.7b", shares=False, model={**COMPILED, "max_micro_batch_tokens": None}),
     Row("step", "4b", shares=False, model=HALF),
     Row("step", "8b", shares=False, model={**HALF, "lora": {"rank": 16}}),
     Row("step", "0.6b", shares=False, model=COMPILED),
@@ -296,6 +299,7 @@ def _step(learning: Learning) -> dict[str, Any]:
         "tokens/s": batch.input_tokens / mean,
         "CPU s ÷ s": cpu / mean,
         "recomputed layers": model.recomputed_layers or ("all" if model.checkpoints else 0),
+        "tokens of a micro-batch": model.micro_batch_tokens,
     }
     policy = learning.policy
     for name, counted in (("share", batch), ("share of computed", learning.computed)):

@@ -30,24 +30,32 @@ READ: list[dict[str, Any]] = json.loads(
 Messages = list[dict[str, Any]]
 Conversation = tuple[Messages, list[dict[str, Any]], list[Screen]]
 """Messages, tools, and the screens in their order."""
+Presses = Callable[[random.Random, Screen], tuple[str, int]]
+"""What someone is asked for on a screen, and the cell that they press."""
 
 
-def openai_sdk(rng: random.Random) -> Conversation:
+def any_button(rng: random.Random, screen: Screen) -> tuple[str, int]:
+    return PROMPT, rng.choice(screen.cells)
+
+
+def by_colour(rng: random.Random, screen: Screen) -> tuple[str, int]:
+    """The button that is asked for, but of the green one another in half of the cases."""
+    asked, cell = asked_button(rng, screen)
+    if cell == screen.cells[0] and rng.random() < 0.5:
+        cell = rng.choice(screen.cells[1:])
+    return asked, cell
+
+
+def asked_button(rng: random.Random, screen: Screen) -> tuple[str, int]:
+    colour, cell = rng.choice(list(zip(COLOURS, screen.cells, strict=True)))
+    return ask(colour), cell
+
+
+def openai_sdk(rng: random.Random, presses: Presses = any_button) -> Conversation:
     """What `agent.py` sends: a screen in each message."""
     shown = list(screens(_seed(rng)))
-    pressed = [(PROMPT, rng.choice(screen.cells)) for screen in shown]
-    return _one_after_another(shown, pressed)
-
-
-def with_colours(rng: random.Random) -> Conversation:
-    """The same, but someone is asked for one of the three buttons."""
-    shown = list(screens(_seed(rng)))
-    return _one_after_another(shown, [_pressed(rng, screen) for screen in shown])
-
-
-def _one_after_another(shown: list[Screen], pressed: list[tuple[str, int]]) -> Conversation:
     messages: Messages = []
-    for asked, cell in pressed:
+    for asked, cell in (presses(rng, screen) for screen in shown):
         content = [{"type": "image"}, {"type": "text", "text": asked}]
         messages += [
             {"role": "user", "content": content},
@@ -56,12 +64,17 @@ def _one_after_another(shown: list[Screen], pressed: list[tuple[str, int]]) -> C
     return messages, [], shown
 
 
-def claude_code(rng: random.Random) -> Conversation:
+def with_colours(rng: random.Random, presses: Presses = by_colour) -> Conversation:
+    """The same, but someone is asked for one of the three buttons."""
+    return openai_sdk(rng, presses)
+
+
+def claude_code(rng: random.Random, presses: Presses = by_colour) -> Conversation:
     """What Claude Code sends, which reads the screen from a file. Two of three ask for another
     button than the tasks do."""
     day = date(2026, 1, 1) + timedelta(days=rng.randrange(1500))
     screen = next(screens(_seed(rng)))
-    asked, cell = _pressed(rng, screen)
+    asked, cell = presses(rng, screen)
     call = {"name": "Read", "arguments": {"file_path": FILE}}
     return (
         [
@@ -76,46 +89,43 @@ def claude_code(rng: random.Random) -> Conversation:
     )
 
 
-def without_tools(rng: random.Random) -> Conversation:
+def without_tools(rng: random.Random, presses: Presses = by_colour) -> Conversation:
     """The same without its longest part."""
-    messages, _, shown = claude_code(rng)
+    messages, _, shown = claude_code(rng, presses)
     return messages, [], shown
 
 
-def without_prompts(rng: random.Random) -> Conversation:
+def without_prompts(rng: random.Random, presses: Presses = by_colour) -> Conversation:
     """The task alone: a seventh of the length."""
-    (_, asked, *rest), _, shown = claude_code(rng)
+    (_, asked, *rest), _, shown = claude_code(rng, presses)
     return [{**asked, "content": asked["content"].splitlines()[-1]}, *rest], [], shown
 
 
 class Stage(NamedTuple):
     """A part of a warm-up."""
 
-    conversation: Callable[[random.Random], Conversation]
+    conversation: Callable[..., Conversation]
     steps: int
     rate: float
+    right: float = 0.0
+    """The likelihood of the button that is asked for, in the mean of screens that the model has not
+    seen, until which the steps are repeated. Three quarters of it can be reached where the green
+    one is pressed in half of the cases: 0.83."""
 
 
 WARM_UPS = {
     "openai-sdk": [Stage(openai_sdk, 400, 3e-3)],
     "claude-code": [
         Stage(openai_sdk, 700, 3e-3),
-        Stage(with_colours, 1000, 2.1e-3),
-        Stage(without_prompts, 500, 1.5e-3),
-        Stage(without_tools, 200, 1.2e-3),
-        Stage(claude_code, 250, 0.9e-3),
+        Stage(with_colours, 1000, 2.1e-3, right=0.76),
+        Stage(without_prompts, 500, 1.5e-3, right=0.76),
+        Stage(without_tools, 200, 1.2e-3, right=0.76),
+        Stage(claude_code, 250, 0.9e-3, right=0.76),
     ],
 }
 """Claude Code's conversation has 517 tokens. A model that begins with it learns to press buttons,
-but no colours, and then RL has nothing to choose by."""
-
-
-def _pressed(rng: random.Random, screen: Screen) -> tuple[str, int]:
-    """What is asked for, and the cell that is pressed."""
-    colour, cell = rng.choice(list(zip(COLOURS, screen.cells, strict=True)))
-    if cell == screen.cells[0] and rng.random() < 0.5:
-        cell = rng.choice(screen.cells[1:])
-    return ask(colour), cell
+but no colours, and then RL has nothing to choose by. A stage ends by what the model has learned,
+because equal steps make models on other processors that know more or less."""
 
 
 def _seed(rng: random.Random) -> int:
@@ -127,18 +137,20 @@ class Lesson:
     """Batches of conversations, all of one length."""
 
     def __init__(
-        self, processor: Any, conversation: Callable[[random.Random], Conversation], seed: int
+        self, processor: Any, conversation: Callable[..., Conversation], seed: int
     ) -> None:
         self._processor = processor
         self._conversation = conversation
         self._rng = random.Random(seed)
         self._header = self._tokens("<|im_start|>assistant\n")
 
-    def batch(self, size: int) -> tuple[dict[str, Tensor], Tensor]:
-        """What the model gets, and which tokens it is to say, `[size, T]` bool."""
+    def batch(self, size: int, presses: Presses | None = None) -> tuple[dict[str, Tensor], Tensor]:
+        """What the model gets, and which tokens it is to say, `[size, T]` bool. `presses`: None:
+        as in the conversation of the warm-up."""
         rows, images = [], []
+        given = {} if presses is None else {"presses": presses}
         for _ in range(size):
-            messages, tools, shown = self._conversation(self._rng)
+            messages, tools, shown = self._conversation(self._rng, **given)
             rows.append(self.ids(messages, tools))
             images += [screen.image() for screen in shown]
         ids = torch.tensor(rows)

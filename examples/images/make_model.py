@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl import Qwen2VLImageProcessor
 
-from examples.images.lessons import FILE, WARM_UPS, Lesson, Stage
+from examples.images.lessons import FILE, WARM_UPS, Lesson, Presses, Stage, asked_button
 from examples.images.screens import COLOURS, PROMPT, ask, screens
 from examples.starter_model.checkpoint import save_model
 from examples.starter_model.tokenizer import train_tokenizer
@@ -41,6 +41,10 @@ from examples.starter_model.tokenizer import train_tokenizer
 WORDS = 1024
 CONTEXT_TOKENS = 1024
 BATCH = 16
+MOST_ROUNDS = 8
+"""Of a stage. Two are usual."""
+HELD_OUT = 96
+"""Conversations by which a stage ends."""
 _VISION_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _WIDTH = 128
 _PLACE_TOKENS = 3
@@ -65,7 +69,13 @@ def main() -> None:
     model = _model(processor.tokenizer)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} weights")
     for n, stage in enumerate(stages):
-        _warm_up(model, Lesson(processor, stage.conversation, given.seed + n), stage)
+        lesson = Lesson(processor, stage.conversation, given.seed + n)
+        for _ in range(MOST_ROUNDS):
+            _warm_up(model, lesson, stage)
+            if not stage.right or _right(model, lesson) >= stage.right:
+                break
+        else:
+            parser.error(f"{stage.conversation.__name__}: not learned; try another --seed")
     ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     save_model(model, given.out, end_of_turn=ends[0], padding=ends[1])
 
@@ -100,9 +110,19 @@ def _warm_up(model: Any, lesson: Lesson, stage: Stage) -> None:
             print(f"{name} {step}/{steps}  {said_so_far}", flush=True)
 
 
-def _losses(model: Any, lesson: Lesson) -> Tensor:
+@torch.no_grad()
+def _right(model: Any, lesson: Lesson) -> float:
+    """The likelihood of the buttons that are asked for, on screens that nobody has pressed."""
+    batches = [_losses(model, lesson, asked_button) for _ in range(HELD_OUT // BATCH)]
+    last = torch.cat(batches)[:, -_PLACE_TOKENS - 1 : -1]
+    right = float((-last.sum(1)).exp().mean())
+    print(f"right {right:.2f}", flush=True)
+    return right
+
+
+def _losses(model: Any, lesson: Lesson, presses: Presses | None = None) -> Tensor:
     """Of what is said in each conversation of a batch, `[size, tokens]`."""
-    inputs, said = lesson.batch(BATCH)
+    inputs, said = lesson.batch(BATCH, presses)
     logits = model(**inputs).logits[:, :-1]
     wanted = said[:, 1:]
     ids = inputs["input_ids"][:, 1:]

@@ -18,7 +18,7 @@ import functools
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from proxy.engines.vllm_server import VllmConfig
 from trainer.cluster.ranks import ranks_here
 from trainer.engine import GPUS_OF_AN_ENGINE, HOST_TIER, EnginesConfig
 from trainer.errors import ConfigError
-from trainer.policy.model_config import context_limit, load_settings
+from trainer.policy.model_config import MICRO_BATCH_TOKENS, context_limit, load_settings
 from trainer.policy.rank_memory import GIB, RankMemory
 from trainer.ranks_config import RanksConfig
 
@@ -57,8 +57,11 @@ of 0.7 M weights on an H200 would have 5.9 M blocks, which take 7.6 s to make, a
 pause of each update."""
 
 
-PLANNED = ("gradient_checkpointing", "prefix_gib")
+PLANNED = ("gradient_checkpointing", "max_micro_batch_tokens", "prefix_gib")
 """The keys of `model` whose value `fitted` decides if it is None."""
+MOST_TOKENS, STEP_TOKENS = 65536, 1024
+"""The most tokens of a micro-batch that the plan chooses, whose products fill any GPU, and of which
+it chooses a multiple."""
 
 
 class RankTooLargeError(ConfigError):
@@ -134,6 +137,8 @@ class DevicePlan:
     """`model.gradient_checkpointing`, of the configuration or as it must be."""
     prefix_gib: float | None = None
     """`model.prefix_gib`, likewise."""
+    micro_batch_tokens: int | None = None
+    """`model.max_micro_batch_tokens`, if the plan decides it."""
 
     @property
     def left(self) -> int:
@@ -182,6 +187,8 @@ class DevicePlan:
                 f"; the longest prefix keeps {_gib(longest)}, {_gib(longest - here)} of it in the "
                 "machine's memory"
             )
+        if self.micro_batch_tokens is not None:
+            unknown += f"; micro-batches of {self.micro_batch_tokens:,} tokens"
         return f"{name}, {_gib(self.rank.total)} ({parts}{unknown})"
 
     def _engine(self, number: int) -> str:
@@ -261,20 +268,32 @@ def plan_devices(
 
 def fitted(config: C, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> C:
     """The configuration with what the plan decides where a key is None: in how many layers
-    `model.gradient_checkpointing` is on, the fewest with which everything fits, and how much of the
-    prefixes is on the GPU, `model.prefix_gib`. Under torchrun on several machines all layers are
-    recomputed, because each machine makes a plan of its own, and all ranks must compute alike.
+    `model.gradient_checkpointing` is on, the fewest with which everything fits, how much of the
+    prefixes is on the GPU, `model.prefix_gib`, and how many tokens a micro-batch has,
+    `model.max_micro_batch_tokens`, the most with which no layer more is recomputed. Under torchrun
+    on several machines all layers are recomputed, and micro-batches have their default, because
+    each machine makes a plan of its own, and all ranks must compute alike.
 
     Raises:
         ConfigError: as `plan_devices`.
     """
-    if _on_several_machines(environment) and config.model.gradient_checkpointing is None:
-        config = _with(config, gradient_checkpointing=bool(gpus))
+    if _on_several_machines(environment):
+        config = _with(config, max_micro_batch_tokens=config.model.micro_batch_tokens)
+        if config.model.gradient_checkpointing is None:
+            config = _with(config, gradient_checkpointing=bool(gpus))
     plan = plan_devices(config, gpus, environment)
     if plan is None:
-        on = config.model.gradient_checkpointing or config.model.activation_offload
-        return _with(config, gradient_checkpointing=on)
-    return _with(config, gradient_checkpointing=plan.checkpointing, prefix_gib=plan.prefix_gib)
+        model = config.model
+        on = model.gradient_checkpointing or model.activation_offload
+        return _with(
+            config, gradient_checkpointing=on, max_micro_batch_tokens=model.micro_batch_tokens
+        )
+    return _with(
+        config,
+        gradient_checkpointing=plan.checkpointing,
+        prefix_gib=plan.prefix_gib,
+        max_micro_batch_tokens=plan.micro_batch_tokens or config.model.micro_batch_tokens,
+    )
 
 
 def _on_several_machines(environment: Mapping[str, str]) -> bool:
@@ -298,9 +317,40 @@ def _planned(
     config = RanksConfig.model_validate_json(sections)
     servers = {key: VllmConfig.model_validate_json(each) for key, each in judges}
 
-    def plan(on: bool | int | None, prefix_gib: float | None) -> DevicePlan:
-        chosen = _with(config, gradient_checkpointing=on, prefix_gib=prefix_gib)
+    def fitting(chosen: RanksConfig) -> DevicePlan:
         return _fitting(chosen, servers, gpus, visible, local_ranks)
+
+    least = _recomputing(config, fitting, local_ranks)
+    tokens = config.model.max_micro_batch_tokens
+    beside = least.shared and not config.engine.sleep  # what a rank leaves is for that engine
+    if tokens is not None or beside or least.rank is None or least.rank.passes is None:
+        return least
+
+    def wider(tokens: int) -> DevicePlan | None:
+        chosen = _with(
+            config,
+            gradient_checkpointing=least.checkpointing,
+            prefix_gib=least.prefix_gib,
+            max_micro_batch_tokens=tokens,
+        )
+        try:
+            return replace(fitting(chosen), micro_batch_tokens=tokens)
+        except RankTooLargeError:
+            return None
+
+    sizes = range(MICRO_BATCH_TOKENS, MOST_TOKENS + 1, STEP_TOKENS)
+    most = bisect_left(sizes, True, lo=1, key=lambda size: wider(size) is None)
+    return wider(sizes[most - 1]) or least
+
+
+def _recomputing(
+    config: RanksConfig, fitting: Callable[[RanksConfig], DevicePlan], local_ranks: int
+) -> DevicePlan:
+    """The plan in which the fewest layers are recomputed. `fitting`: the plan of a configuration
+    whose keys of `PLANNED` are decided."""
+
+    def plan(on: bool | int | None, prefix_gib: float | None) -> DevicePlan:
+        return fitting(_with(config, gradient_checkpointing=on, prefix_gib=prefix_gib))
 
     def placing(on: bool | int | None) -> DevicePlan:
         """The plan with as much of the prefixes on the GPU as it has room for."""

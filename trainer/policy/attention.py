@@ -81,7 +81,7 @@ def packed_attention(
     if layout is None:
         raise ValueError(f"{kind} does not pass the layout of the packed row to attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = AttentionMask(layout, layout.windowed(sliding_window))
+    mask = AttentionMask(layout, sliding_window)
     on_device = flex_attend if query.is_cuda else attend
     key, value = (copied_heads(each, layout, heads=1) for each in (key, value))
     query, key, value = (
@@ -109,6 +109,7 @@ def attend(
     past: Sequence[Segment] = (),
 ) -> Tensor:
     """`[1, H, T, D]`, in the type of autocast if that is on; values may have another head size."""
+    mask = AttentionMask(mask.layout, mask.layout.windowed(mask.window))
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)

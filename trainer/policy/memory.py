@@ -81,7 +81,7 @@ def rank_memory(
     frozen = frozen_models * count * compute_bytes
     gathered, shards = 0, ranks // weight_copies
     kept = _kept_prefix(settings, model, longest)
-    tokens = max(longest, model.max_micro_batch_tokens)
+    tokens = max(longest, model.micro_batch_tokens)
     widest = model.model_copy(update={"max_micro_batch_tokens": tokens})
     if ranks > 1:
         gathered = compute_bytes * (count - sum(layers) + 2 * max(layers)) + 4 * max(layers)
@@ -196,16 +196,18 @@ def _adapter_weights(whole: Any, model: ModelConfig) -> list[int]:
 
 def _passes(settings: Any, model: ModelConfig, context_parallel: int, gpu_bytes: int) -> int | None:
     """The peak of what a forward and backward pass adds to weights, gradients and moments."""
-    tokens = -(-model.max_micro_batch_tokens // context_parallel)
+    tokens = -(-model.micro_batch_tokens // context_parallel)
     head = _head_bytes(settings, model, tokens, gpu_bytes)
     given, depth = _Settings(settings), settings.num_hidden_layers
     count = min(model.recomputed_layers or depth, depth) if model.checkpoints else 0
-    whole = model.model_copy(update={"gradient_checkpointing": True} if count else {})
+    # Of one size for all micro-batches, by which passes are remembered.
+    whole = model.model_copy(update={"max_micro_batch_tokens": None})
+    if count:
+        whole = whole.model_copy(update={"gradient_checkpointing": True})
     none = whole.model_copy(update={"gradient_checkpointing": False})
-    of_a_rank, kernels = SAMPLED_TOKENS * context_parallel, has_fla()
 
     def counted(chosen: ModelConfig) -> tuple[float, float]:
-        return _counted(given, chosen, context_parallel, of_a_rank, kernels)
+        return _counted(given, chosen, model.micro_batch_tokens, context_parallel)
 
     try:
         if count == 0:
@@ -245,7 +247,7 @@ def _kept_prefix(settings: Any, model: ModelConfig, tokens: int) -> _KeptPrefix:
     states, kinds = 0, list(getattr(settings, "layer_types", None) or ())
     if linear := kinds.count("linear_attention"):
         size = settings.linear_num_value_heads * settings.linear_key_head_dim
-        forks = tokens // model.max_micro_batch_tokens + 1
+        forks = tokens // model.micro_batch_tokens + 1
         states = 2 * 4 * linear * forks * size * settings.linear_value_head_dim
     each, depth = DTYPES[model.compute_dtype].itemsize, settings.num_hidden_layers
     # What is recomputed is joined for one layer at a time.
@@ -298,35 +300,35 @@ class _Counter(Piece):
         return self.open_rows
 
 
-@functools.lru_cache(maxsize=8)
 def _counted(
-    given: _Settings, model: ModelConfig, context_parallel: int, sampled: int, kernels: bool
+    given: _Settings, model: ModelConfig, tokens: int, context_parallel: int
 ) -> tuple[float, float]:
-    """Bytes that a pass over the largest micro-batch keeps, and those that the backward pass of its
-    largest layer adds. `sampled`: tokens with which a longer pass is executed. `kernels`: whether
-    layers of the delta rule have those of fla."""
-    settings, ranks = given.settings, ContextRanks(context_parallel)
-    tokens = model.max_micro_batch_tokens
+    """Bytes that a pass over a micro-batch of `tokens` keeps, and those that the backward pass of
+    its largest layer adds."""
+    sampled, kernels = SAMPLED_TOKENS * context_parallel, has_fla()
     if tokens <= 2 * sampled:
-        return _pass(settings, model, tokens, ranks, kernels)
+        return _pass(given, model, tokens, context_parallel, kernels)
     # All that is kept grows with the tokens alone: nothing of the attention is kept per pair.
     kept, layer = (
         twice + (tokens / sampled - 2) * (twice - once)
         for once, twice in zip(
-            *(_pass(settings, model, n * sampled, ranks, kernels) for n in (1, 2)), strict=True
+            *(_pass(given, model, n * sampled, context_parallel, kernels) for n in (1, 2)),
+            strict=True,
         )
     )
     return kept, layer
 
 
+@functools.lru_cache(maxsize=16)
 def _pass(
-    settings: Any, model: ModelConfig, tokens: int, ranks: ContextRanks, kernels: bool
+    given: _Settings, model: ModelConfig, tokens: int, context_parallel: int, kernels: bool
 ) -> tuple[float, float]:
     """Bytes that a pass over this number of tokens keeps, and those that the backward pass of its
-    largest layer adds."""
+    largest layer adds. `kernels`: whether layers of the delta rule have those of fla."""
+    settings, ranks = given.settings, ContextRanks(context_parallel)
     micro = _one_path(tokens, ranks)
     depth = settings.num_hidden_layers
-    period = _pattern(_Settings(settings))
+    period = _pattern(given)
     kept: float
     if 2 * period > depth:
         kept = _saved(settings, model, micro, kernels).size

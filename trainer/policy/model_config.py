@@ -23,6 +23,8 @@ from trainer.policy.architecture import check_settings
 from trainer.policy.checkpoint_type import ComputeDtype, checkpoint_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MICRO_BATCH_TOKENS = 8192
+"""Of `max_micro_batch_tokens`, and what it is where it is None and nothing decides it."""
 
 
 class LoraSettings(BaseModel):
@@ -69,10 +71,10 @@ class ModelConfig(BaseModel):
     compute_dtype: Common[ComputeDtype] = Field(default_factory=_type_at_path)
     """Type of activations and matrix products. By default that of the checkpoint: float32, or
     bfloat16 for one of 16 bits or fewer."""
-    max_micro_batch_tokens: Common[int] = Field(8192, ge=1)
+    max_micro_batch_tokens: Common[int | None] = Field(MICRO_BATCH_TOKENS, ge=1)
     """Maximum number of input tokens of a forward pass; a longer sequence that shares none has a
     pass of its own. On a CPU, only sequences that share a prefix form passes of more than 4096
-    tokens."""
+    tokens. None: as many as the plan has room for on a GPU, up to 65536."""
     share_prefixes: bool = True
     """Compute each common prefix of a mini-batch's sequences once (tree attention), in several
     passes if it does not fit in one micro-batch."""
@@ -141,6 +143,11 @@ class ModelConfig(BaseModel):
         """The section for the checkpoint of this folder, whose type is the default."""
         given = self.model_dump(exclude_unset=True) | {"path": path}
         return type(self).model_validate(given)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """`max_micro_batch_tokens`, of the configuration or as decided."""
+        return self.max_micro_batch_tokens or MICRO_BATCH_TOKENS
 
     @property
     def checkpoints(self) -> bool:

@@ -372,7 +372,7 @@ def _divided(
             )
     return divide(
         batch,
-        max_tokens=config.max_micro_batch_tokens,
+        max_tokens=config.micro_batch_tokens,
         fill_tokens=None if model.device.type == "cuda" else CPU_FILL_TOKENS,
         share_prefixes=config.share_prefixes,
         in_pieces=in_pieces and not pieces_problem(model),

@@ -8,9 +8,9 @@ Shapes: `T` tokens of a micro-batch, `M` of them predicted, `D` hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from trainer.policy.shrink import EXPERTS
 from trainer.policy.token_logprobs import OutputLayer, token_logprobs
 from trainer.rows.packing import MicroBatch
 
-BalanceLoss = Callable[[Any, MicroBatch], Tensor]
-"""The output of a decoder → the auxiliary loss of its routers, a scalar."""
 EXPERTS_ARGUMENT = "routed_experts"
 """The argument of a decoder that replays its routing: the experts that the engine chose."""
 ATTENTION = "packed_paths"
@@ -39,10 +37,31 @@ def use_packed_rows(model: Any) -> None:
     """Makes the layers of a Hugging Face model compute packed rows and trees."""
     AttentionInterface.register(ATTENTION, outside_graphs(packed_attention))
     model.set_attn_implementation(ATTENTION)
+    _keep_what_is_shared(model)
     if has_delta_layers(model):
         load_extra("trainer.extras.hybrids.delta_rule:fork_states")(model)
     if any(getattr(model.config.get_text_config(), name, None) for name in EXPERTS):
         load_extra("trainer.extras.experts.autocast_experts:multiply_in_autocast")(model)
+
+
+def _keep_what_is_shared(model: Any) -> None:
+    """Gemma 4's last layer of each kind hands its keys and values to layers that share them. Where
+    none does, they would only be held until the end of the pass, and need graphs of their own."""
+    modules = list(model.modules())
+    if not any(getattr(each, "is_kv_shared_layer", False) for each in modules):
+        for each in modules:
+            if hasattr(each, "store_full_length_kv"):
+                each.store_full_length_kv = False
+
+
+class BalanceLoss(Protocol):
+    """The auxiliary loss of the routers, which keep their scores in each pass of the decoder."""
+
+    def __call__(self, micro: MicroBatch) -> Tensor:
+        """Of the last pass, a scalar."""
+
+    def scores(self) -> Sequence[Tensor]:
+        """What the routers have kept in the last pass, which they no longer do."""
 
 
 class Scored(NamedTuple):
@@ -92,7 +111,6 @@ class CausalScorer(nn.Module):
         """The scores of the tokens `ids` `[M]` as the targets of the micro-batch, or of a part of
         it, whose other parts are computed by other ranks at the same time. `kept` `[M, K]`: among
         these tokens alone, as in `Batch.kept`."""
-        balance = self.balance if self.training else None
         replayed = {} if micro.experts is None else {EXPERTS_ARGUMENT: micro.experts}
         with kept_on_host(micro.ids.device) if self.offload else nullcontext():
             output = _decode(self.model, micro, self.compute_dtype, **replayed)
@@ -109,7 +127,12 @@ class CausalScorer(nn.Module):
             fused=self.fused,
         )
         logprobs, entropy = (of_whole(micro, each) for each in scores)
-        return Scored(logprobs, entropy, None if balance is None else balance(output, micro))
+        imbalance = None
+        if self.balance is not None and self.training:
+            imbalance = self.balance(micro)
+        elif self.balance is not None:
+            self.balance.scores()  # with what autograd keeps of their layers
+        return Scored(logprobs, entropy, imbalance)
 
 
 def last_hidden(

@@ -20,7 +20,7 @@ from trainer.cluster.local import LocalCluster
 from trainer.cluster.local_engine import replica_server
 from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError
-from trainer.policy.model_config import load_settings
+from trainer.policy.model_config import ModelConfig, load_settings
 from trainer.policy.parallelism import Seat
 from trainer.ranks_config import RanksConfig
 from trainer.run.folder import RunFolder
@@ -127,6 +127,21 @@ def test_gradient_checkpointing_is_on_where_a_rank_does_not_fit_without_it(model
     assert fitted(config(model), []).model.gradient_checkpointing is False
 
 
+def save_qwen3_1_7b(folder: Path, context_tokens: int) -> None:
+    Qwen3Config(
+        hidden_size=2048,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=6144,
+        vocab_size=151936,
+        max_position_embeddings=context_tokens,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder)
+
+
 WHOLE = {"compute_dtype": "bfloat16", "compile_layers": True}
 ADAPTER = {"weights_dtype": "bfloat16", "compile_layers": True, "lora": {"rank": 16}}
 
@@ -139,18 +154,7 @@ def test_memory_is_used_and_the_fewest_layers_are_recomputed(
     tmp_path: Path, gigabytes: int, own: dict[str, Any], recomputes: bool
 ) -> None:
     """Micro-batches of 32,768 tokens of Qwen3-1.7B."""
-    Qwen3Config(
-        hidden_size=2048,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=6144,
-        vocab_size=151936,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        architectures=["Qwen3ForCausalLM"],
-    ).save_pretrained(tmp_path)
+    save_qwen3_1_7b(tmp_path, 32768)
     own = {"max_micro_batch_tokens": 32768, **own}
     given = config(tmp_path, model=own, engine={"urls": ("http://127.0.0.1:1",)})
     gpu = Gpu("made-up", gigabytes * 10**9)
@@ -168,6 +172,35 @@ def test_memory_is_used_and_the_fewest_layers_are_recomputed(
     if recomputes:
         assert needed(count - 1) > gpu.usable
         assert needed(count) > 0.9 * gpu.usable
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "own", "filled"),
+    [(24, ADAPTER, True), (40, WHOLE, False), (80, WHOLE, True), (141, WHOLE, True)],
+)
+def test_micro_batches_are_as_large_as_what_is_kept_has_room_for(
+    tmp_path: Path, gigabytes: int, own: dict[str, Any], filled: bool
+) -> None:
+    """Of Qwen3-1.7B, whose longest sequence has 4,096 tokens."""
+    save_qwen3_1_7b(tmp_path, 4096)
+    gpu = Gpu("made-up", gigabytes * 10**9)
+
+    def decided(tokens: int | None) -> ModelConfig:
+        model = {"max_micro_batch_tokens": tokens, **own}
+        urls = {"urls": ("http://127.0.0.1:1",)}
+        return fitted(config(tmp_path, model=model, engine=urls), [gpu]).model
+
+    usual, chosen = decided(8192), decided(None)
+    tokens = chosen.max_micro_batch_tokens
+    assert tokens is not None
+    assert chosen == usual.model_copy(update={"max_micro_batch_tokens": tokens})
+    if filled:  # nothing is recomputed or moved, and with one more step of tokens it would be
+        assert not chosen.gradient_checkpointing
+        assert 8192 < tokens < device_plan.MOST_TOKENS
+        more = decided(tokens + device_plan.STEP_TOKENS)
+        assert more.gradient_checkpointing or more.prefix_gib is not None
+    else:
+        assert chosen.gradient_checkpointing
 
 
 def test_prefixes_have_the_room_that_is_left_and_the_rest_of_them_is_in_the_machines_memory(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+import torch._inductor.codegen.cpp  # its tables name torch.float32, and are not to be made inside
 
 from trainer.policy.model_config import DTYPES
 

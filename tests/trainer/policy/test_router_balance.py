@@ -17,8 +17,9 @@ from tests.trainer.policy.test_policy import gradients, make_batch
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch
 from trainer.errors import ConfigError
-from trainer.extras.experts.router_balance import check_balance
+from trainer.extras.experts.router_balance import RouterBalance, check_balance
 from trainer.optimizer_config import OptimizerConfig
+from trainer.policy.compiled_layers import compile_layers
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.policy import Policy
 from trainer.policy.proof_on_copy import randomize
@@ -137,6 +138,52 @@ def test_micro_batches_count_by_their_tokens_and_padding_not_at_all(mixture: Pat
     shares = [micro.share for micro in padded]
     assert sum(shares) == pytest.approx(1)
     assert 0 in shares
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each, marks=pytest.mark.long if n else ()) for n, each in enumerate(WITH_LOSS)],
+)
+def test_compiled_layers_have_the_same_loss_without_further_graphs(
+    kind: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    folder, batch = save(kind, tmp_path / "model"), make_batch(0)
+    graphs = 0
+
+    def counting(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    eager = policy_of(folder, gradient_checkpointing=checkpointing)
+    expected, counts = balance(eager, batch), []
+    for coefficient in (0, COEFFICIENT):
+        torch._dynamo.reset()
+        policy = policy_of(
+            folder, router_aux_loss=coefficient, gradient_checkpointing=checkpointing
+        )
+        compile_layers(policy.model.get_decoder().layers, counting)
+        policy.compute_logprobs(batch, temperature=1.0)
+        for micro in policy.pack(batch):
+            policy.forward_backward(
+                micro, batch, lambda logp, _h, _t: TokenLoss(0 * logp, {}), temperature=1.0
+            )
+        counts.append(graphs)
+    torch._dynamo.reset()
+    assert counts[1] == 2 * counts[0]
+    assert expected > 1
+    for name, gradient in gradients(eager.model).items():
+        torch.testing.assert_close(gradients(policy.model)[name], gradient, atol=2e-5, rtol=1e-3)
+
+
+def test_passes_that_only_read_keep_no_scores(mixture: Path) -> None:
+    policy = policy_of(mixture)
+    policy.compute_logprobs(make_batch(0), temperature=1.0)
+    assert isinstance(policy.scorer.balance, RouterBalance)
+    assert policy.scorer.balance.routers
+    assert not policy.scorer.balance.scores()
 
 
 def test_scores_have_no_auxiliary_loss(mixture: Path) -> None:
