@@ -101,7 +101,7 @@ class ProxyClient:
         max_connections: int = 100,
     ) -> None:
         """Without `admin_key` the one that `proxy.admin_key.client_key` finds: the environment's,
-        or that of a proxy on this machine which runs in the working folder."""
+        or, for a proxy on this machine, that of the default store."""
         self.base_url = base_url.rstrip("/")
         self.admin_key = admin_key or client_key(base_url)
         self._headers = {"Authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}

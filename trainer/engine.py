@@ -86,9 +86,10 @@ class EnginesConfig(VllmConfig, Restarts):
     verify: bool = True
     """Compare the engine's log-probabilities with the trainer's on a probe after each update."""
     verify_tolerance: float = Field(0.0, ge=0)
-    """Maximum mean |Δ log p| between trainer and engine. 0: 1e-3 in float32; in bfloat16, by the
-    kinds of layers, 0.06 (dense), 0.15 (linear attention) or 0.3 (experts) on sampled tokens, and
-    0.2, 0.3 or 0.5 on the probe, whose tokens are improbable (docs/models.md)."""
+    """Maximum mean |Δ log p| between trainer and engine. 0: 1e-3 in float32, and after the first
+    step 20 times that step's (at least 1e-5; without experts); in bfloat16, by the kinds of layers,
+    0.06 (dense), 0.15 (linear attention) or 0.3 (experts) on sampled tokens, and 0.2, 0.3 or 0.5 on
+    the probe, whose tokens are improbable (docs/models.md)."""
 
     @field_validator("weight_transfer", mode="before")
     @classmethod

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import ValidationError
@@ -43,7 +43,7 @@ from trainer.run.folder import RunFolder
 from trainer.run.log import RunLog, failure_of
 from trainer.run.warned_errors import errors_as_warnings
 from trainer.settings.sources import checked, dump, dump_changed
-from trainer.settings.values import Sources
+from trainer.settings.values import Sources, changed_keys
 
 
 def check_only(sources: Sources, *, changed: bool = False) -> str:
@@ -138,18 +138,8 @@ def _changed_keys(written: str, config: Section, planned: frozenset[str]) -> lis
     before = yaml.safe_load(written)
     with suppress(ValidationError):  # of a run that has a key which is gone
         before = yaml.safe_load(dump(type(config).model_validate(before)))
-    changed = _changed(before, yaml.safe_load(dump(config)))
+    changed = changed_keys(before, yaml.safe_load(dump(config)))
     return [key for key in changed if key not in planned]
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys whose values differ."""
-    for name in {**before, **now}:
-        old, new = before.get(name), now.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _changed(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield f"{prefix}{name}"
 
 
 def _continue(parts: Parts, folder: RunFolder) -> int:

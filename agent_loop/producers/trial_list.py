@@ -19,6 +19,7 @@ from agent_loop.producers.protocol import RunsTrials
 from agent_loop.records import Rollout, RolloutStatus, Task
 from proxy.client import ProxyClient
 from proxy.records import TRIAL_REWARD, Reward, SessionKind
+from proxy.run_files.files import drop_incomplete_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,6 @@ def read_lines(file: Path) -> list[TrialLine]:
     return list(found.values())
 
 
-def _drop_partial_line(file: Path) -> None:
-    """Removes what a crash left of a line, so that the next line does not continue it."""
-    if file.exists() and not (data := file.read_bytes()).endswith(b"\n"):
-        file.write_bytes(data[: data.rfind(b"\n") + 1])
-
-
 @dataclass(slots=True)
 class TrialList:
     """Example: await TrialList(loop, tasks, 4, SessionKind.EVAL, file).run()"""
@@ -86,7 +81,7 @@ class TrialList:
 
     async def run(self) -> list[TrialLine]:
         """Runs the trials that are missing or failed; returns the lines of all."""
-        _drop_partial_line(self.file)
+        drop_incomplete_line(self.file)
         done = {line.key for line in read_lines(self.file) if line.judged}
         slots = asyncio.Semaphore(self.concurrency)
         async with asyncio.TaskGroup() as running:

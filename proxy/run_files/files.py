@@ -33,6 +33,13 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+def drop_incomplete_line(path: Path) -> None:
+    """Removes what a crash left of a line, so that the next line does not continue it."""
+    if path.is_file():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
 def truncate_jsonl(path: Path, last_step: int) -> None:
     """Deletes the lines of steps after `last_step`, which a resumed run repeats."""
     kept = [line for line in read_jsonl(path) if line.get("step", 0) <= last_step]

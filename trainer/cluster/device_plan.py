@@ -270,9 +270,10 @@ def fitted(config: C, gpus: Sequence[Gpu], environment: Mapping[str, str] = os.e
     """The configuration with what the plan decides where a key is None: in how many layers
     `model.gradient_checkpointing` is on, the fewest with which everything fits, how much of the
     prefixes is on the GPU, `model.prefix_gib`, and how many tokens a micro-batch has,
-    `model.max_micro_batch_tokens`, the most with which no layer more is recomputed. Under torchrun
-    on several machines all layers are recomputed, and micro-batches have their default, because
-    each machine makes a plan of its own, and all ranks must compute alike.
+    `model.max_micro_batch_tokens`, the most with which no layer more is recomputed (not with
+    `trainer.deterministic`). Under torchrun on several machines all layers are recomputed, and
+    micro-batches have their default, because each machine makes a plan of its own, and all ranks
+    must compute alike.
 
     Raises:
         ConfigError: as `plan_devices`.
@@ -321,9 +322,11 @@ def _planned(
         return _fitting(chosen, servers, gpus, visible, local_ranks)
 
     least = _recomputing(config, fitting, local_ranks)
-    tokens = config.model.max_micro_batch_tokens
+    given = config.model.max_micro_batch_tokens
     beside = least.shared and not config.engine.sleep  # what a rank leaves is for that engine
-    if tokens is not None or beside or least.rank is None or least.rank.passes is None:
+    unknown = least.rank is None or least.rank.passes is None
+    # Sums depend on it, and free memory is another one in a run that is repeated.
+    if given is not None or beside or unknown or config.trainer.deterministic:
         return least
 
     def wider(tokens: int) -> DevicePlan | None:

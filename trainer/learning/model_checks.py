@@ -11,8 +11,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from proxy.settings.late_section import load_extra
 from trainer.algorithms import AlgorithmConfig
 from trainer.errors import ConfigError, WeightSyncError
+from trainer.policy.architecture import without_noise
 from trainer.policy.model_config import ModelConfig, load_settings
 from trainer.policy.parallelism import Parallelism, check_divided, check_heads
 from trainer.policy.towers import check_reads
@@ -41,6 +43,12 @@ def check_models(
     others: dict[str, Path] = {}
     if model.vision != "text":
         check_reads(load_settings(model.path), model.path)
+    if model.router_replay == "replay":
+        check = load_extra("trainer.extras.experts.router_replay:check_replay")
+        check(without_noise(load_settings(model.path)), model.path)
+    if model.router_aux_loss:
+        check = load_extra("trainer.extras.experts.router_balance:check_balance")
+        check(without_noise(load_settings(model.path)), model.path)
     if algorithm.critic is not None and algorithm.critic.path is not None:
         _vocabulary(algorithm.critic.path, "algorithm.critic.path", divided)
     if algorithm.kl is not None and algorithm.kl.reference is not None:

@@ -74,7 +74,8 @@ class ModelConfig(BaseModel):
     max_micro_batch_tokens: Common[int | None] = Field(MICRO_BATCH_TOKENS, ge=1)
     """Maximum number of input tokens of a forward pass; a longer sequence that shares none has a
     pass of its own. On a CPU, only sequences that share a prefix form passes of more than 4096
-    tokens. None: as many as the plan has room for on a GPU, up to 65536."""
+    tokens. None: 8192, or on a GPU that no engine uses meanwhile, what the plan has room for, up to
+    65536."""
     share_prefixes: bool = True
     """Compute each common prefix of a mini-batch's sequences once (tree attention), in several
     passes if it does not fit in one micro-batch."""

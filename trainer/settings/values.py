@@ -9,7 +9,7 @@ This module imports nothing of the trainer's own sections, which need seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -163,3 +163,15 @@ def _merge(
 
 def _copied(value: Any) -> Any:
     return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def changed_keys(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Iterator[str]:
+    """The keys whose values differ. Example: `optimizer.lr`"""
+    for name in {**before, **now}:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from changed_keys(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}"

@@ -25,7 +25,7 @@ from trainer.commands.runs import reporting
 from trainer.errors import ConfigError
 from trainer.extras.learn.config import LearnConfig, read_config
 from trainer.extras.learn.learner import DailyLearner, restrict_modes
-from trainer.extras.learn.rebuild import forget, proven
+from trainer.extras.learn.rebuild import check_forgetting, forget, proven
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.probe import probe_ids
@@ -65,6 +65,7 @@ async def _forget(config: LearnConfig, arguments: argparse.Namespace) -> int:
         LearnClient(config.url) as admin,
     ):
         names = await chosen(learner, admin, arguments)
+        check_forgetting(learner, names)
         for name in sorted(names):
             with contextlib.suppress(NotThere):
                 await _deleted(admin, name)
@@ -73,6 +74,8 @@ async def _forget(config: LearnConfig, arguments: argparse.Namespace) -> int:
     print(f"{len(names)} sessions are forgotten")
     for before, after in done.rebuilt.items():
         print(f"adapter {before} had learned from them; adapter {after} is in its place")
+    for number, why in done.refused.items():
+        print(f"adapter {number}, computed without them, is refused by a gate: {'; '.join(why)}")
     if done.dropped:
         print(f"adapters {', '.join(map(str, done.dropped))} are deleted")
     return 0

@@ -16,6 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -23,6 +24,7 @@ from pydantic import Field
 from proxy.search.edited_tests import edited_test
 from proxy.store.curation import RATING
 from trainer.algorithms.part import NamedPart, Parts
+from trainer.extras.learn.commands import simple_commands
 from trainer.extras.learn.git import Repository
 from trainer.extras.learn.seen import Call, Seen
 
@@ -36,6 +38,8 @@ class Finding:
     why: str
     turn: int | None = None
     """The turn that it is about; None: all of the session."""
+    quoted: str = ""
+    """What somebody said, whole: its secrets are masked, then its beginning is shown."""
 
 
 class Source(NamedPart, ABC):
@@ -88,10 +92,19 @@ _RUNS_TESTS = (
     r"|\b(npm|pnpm|yarn|bun)( run)? (test|build|lint)|\b(cargo|go|dotnet|gradle|mvn|swift|mix) "
     r"(test|build|check|verify)|\bmake( \S+)* (test|check|build|all)\b|\bmake$"
 )
+_READS_OR_INSTALLS = re.compile(
+    r"(\w+=\S* )*(sudo |time |env )*(grep|rg|ag|cat|bat|head|tail|less|ls|find|which|type|echo"
+    r"|printf|sed|awk|git|cd|man|vim?|nano|mkdir|touch|cp|mv|rm|pip3?|python[\d.]* -m pip"
+    r"|uv (pip|add|sync)|(poetry|conda|apt|apt-get|brew|apk) (add|install)"
+    r"|(npm|pnpm|yarn|bun) (i|install|add|ci))\b"
+)
+"""Commands that name a runner and do not run it."""
 _EXIT = re.compile(
-    r'"?(?:return|exit)[ _-]?code"?\s*[:=]?\s*(-?\d+)|^Exit code (\d+)',
+    r'(?:"(?:return|exit)_?code"\s*:\s*|<(?:return|exit)_?code>\s*'
+    r"|^(?:return|exit)[ _-]?code(?:: ?|=| )|^(?:Process )?exited with code )(-?\d+)",
     re.IGNORECASE | re.MULTILINE,
 )
+"""An exit code as agents write it; not one in the source that a test has printed."""
 _RED = re.compile(r"\b[1-9]\d* (failed|errors?|failures?)\b|\bFAILED\b|\berror\[|^E  ")
 _GREEN = re.compile(r"\b\d+ passed\b|\bOK\b|\b0 (failed|failures)\b|\bBUILD SUCCESS|no issues")
 
@@ -110,7 +123,7 @@ class RanTests(Source):
         changed = None
         for call in seen.calls:
             changed = changed or edited_test(call.name, call.arguments)
-            if runs.search(call.command) and (passed := has_passed(call)) is not None:
+            if self._runs(runs, call) and (passed := has_passed(call)) is not None:
                 results.append(passed)
         if not results or len(set(results)) < 2:
             return
@@ -121,13 +134,20 @@ class RanTests(Source):
         else:
             yield Finding(1.0, "tests or builds are green after red")
 
+    @staticmethod
+    def _runs(runs: re.Pattern[str], call: Call) -> bool:
+        return any(
+            runs.search(each) and not _READS_OR_INSTALLS.match(each)
+            for each in simple_commands(call.command)
+        )
+
 
 def has_passed(call: Call) -> bool | None:
     """Whether a command has succeeded, by its exit code or what it printed; None: not known."""
     if call.result is None:
         return None
     if found := _EXIT.search(call.result):
-        return int(found[1] or found[2]) == 0
+        return int(found[1]) == 0
     if _RED.search(call.result):
         return False
     return True if _GREEN.search(call.result) else None
@@ -153,7 +173,8 @@ class Kept(Source):
             yield from self._commits(seen, repository)
         added = list(_edits(seen))
         if added:
-            held = [repository.share(path, lines) for path, lines in added]
+            folder = Path(seen.folder)
+            held = [repository.share(folder / path, lines) for path, lines in added]
             known = [share for share in held if share is not None]
             if known and (mean := sum(known) / len(known)) >= self.least:
                 yield Finding(1.0, f"{mean:.0%} of its edits are kept in Git")
@@ -196,7 +217,7 @@ def _edits(seen: Seen) -> Iterator[tuple[str, list[str]]]:
 
 class Corrections(Source):
     """What the user did in the session: interrupted, corrected, repeated a request, or thanked. It
-    is about the answers since the user's words before."""
+    is about the answer before."""
 
     name: Literal["corrections"] = "corrections"
     weight: float = Field(0.5, ge=0)
@@ -216,9 +237,9 @@ class Corrections(Source):
             if said.after is None:
                 continue
             if bad.search(said.text):
-                yield Finding(-1.0, f"corrected: {said.text[:40]!r}", said.after)
+                yield Finding(-1.0, "corrected", said.after, said.text)
             elif good.search(said.text):
-                yield Finding(1.0, f"praised: {said.text[:40]!r}", said.after)
+                yield Finding(1.0, "praised", said.after, said.text)
             elif difflib.SequenceMatcher(None, before.text, said.text).ratio() >= self.alike:
                 yield Finding(-1.0, "the request was repeated", said.after)
 

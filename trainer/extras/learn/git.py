@@ -49,12 +49,11 @@ class Repository:
         grep = f"--grep=This reverts commit {commit}"
         return not _git(self.root, "log", "--max-count=1", "--format=%H", grep, "HEAD")
 
-    def share(self, path: str, lines: Sequence[str]) -> float | None:
+    def share(self, path: Path, lines: Sequence[str]) -> float | None:
         """The share of the lines that the file has at HEAD; None: the file is not the repository's.
         A file that HEAD no longer has holds none."""
-        given = Path(path)
         try:
-            inside = (self.root / given).resolve().relative_to(self.root.resolve())
+            inside = path.resolve().relative_to(self.root.resolve())
         except (ValueError, OSError):
             return None
         if _git(self.root, "rev-parse", "HEAD") is None:

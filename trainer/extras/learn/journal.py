@@ -8,6 +8,7 @@
     {"kind": "promote" | "rollback", "number": 5, "by": "test" | "person" | …, "better": 12.1, …}
     {"kind": "freeze" | "thaw", "by": "person", "person": "ann", "said_at": …, "switch": …}
     {"kind": "order", "order": "promote" | "rollback", "number": 5, "person": "ann", …}
+    {"kind": "forgot", "replaced": {"5": 8}, "last": 9, "set_aside": […], "tried": […], …}
 
 `History` is what the lines say. Invariant: the journal is the learner's only state; a learner that
 is killed continues from it. A line is written before what it says is done.
@@ -30,7 +31,7 @@ import msgspec
 from agent_loop.producers.rollout_format import encode_group
 from agent_loop.records import Group
 from proxy.extras.learn.section import JOURNAL_FILE
-from proxy.run_files.files import replace_file
+from proxy.run_files.files import drop_incomplete_line, replace_file
 from trainer.extras.learn.canary import Compared, Comparison
 from trainer.extras.ledger.ledger import Line, line_hash, read_batch, read_lines
 
@@ -42,7 +43,9 @@ class Journal:
         """Raises LedgerError: the chain of the journal that is there is broken."""
         self._folder = folder
         self._path = folder / JOURNAL_FILE
-        self.lines: list[Line] = read_lines(self._path) if self._path.exists() else []
+        drop_incomplete_line(self._path)
+        has_lines = self._path.exists() and self._path.stat().st_size > 0
+        self.lines: list[Line] = read_lines(self._path) if has_lines else []
         (folder / "batches").mkdir(exist_ok=True, mode=0o700)
 
     @property
@@ -116,7 +119,11 @@ class History:
     switches: list[str] = field(default_factory=list)
     """The names of a person's orders, in order."""
     last: int = 0
-    """The largest number of an adapter."""
+    """The largest number that an adapter has or had."""
+    replaced: dict[int, int] = field(default_factory=dict)
+    """Adapter that is gone, because sessions were forgotten → the one in its place."""
+    tried_before: set[str] = field(default_factory=set)
+    """Sessions that were new in some update, of those whose lines are gone, too."""
 
     @classmethod
     def of(cls, lines: Iterable[Line]) -> History:
@@ -155,6 +162,11 @@ class History:
                 self.frozen = line["kind"] == "freeze"
             case "stable":
                 self.stable = number
+            case "forgot":
+                self.last = max(self.last, line["last"])
+                self.set_aside |= set(line["set_aside"])
+                self.tried_before |= set(line["tried"])
+                self.replaced |= {int(old): new for old, new in line["replaced"].items()}
 
     def ancestors(self, number: int) -> Iterator[int]:
         """The adapter, its parent, and so on, to 0."""
@@ -165,12 +177,15 @@ class History:
 
     def ages(self, number: int) -> Mapping[int, int]:
         """Adapter → generations between it and `number`. One that was rolled back is as old as its
-        parent."""
+        parent, and one that is gone as the one in its place."""
         line = list(self.ancestors(number))
         ages = {each: age for age, each in enumerate(line)}
         for each, update in self.updates.items():
             if each not in ages and update["parent"] in ages:
                 ages[each] = ages[update["parent"]]
+        for old, each in self.replaced.items():
+            if each in ages:
+                ages[old] = ages[each]
         return ages
 
     def learned(self, number: int) -> set[str]:
@@ -185,7 +200,7 @@ class History:
     @property
     def tried(self) -> set[str]:
         """The sessions that were new in some update."""
-        return {
+        return self.tried_before | {
             session
             for number, line in self.updates.items()
             if number not in self.interrupted

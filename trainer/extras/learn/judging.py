@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.extras.secrets import mask
+from proxy.extras.secrets import Known, SessionSecrets
 from proxy.store.curation import MAX_VALUE_CHARS
 from trainer.extras.learn.evidence import RATES_ITSELF, Finding, Source
 from trainer.extras.learn.seen import Seen
 
 ROUNDING = 1e-9
+QUOTED_CHARS = 40
+"""Of what somebody said, as it is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,10 @@ def judged(seen: Seen, sources: Sequence[Source]) -> Judged:
         for turn in seen.turns
         if turn.sampled and abs(credited := _within(value + own.get(turn.index, 0.0))) > ROUNDING
     }
-    findings = tuple(_line(source, finding) for source, finding in found)
+    secrets = SessionSecrets(None)
+    if found:
+        secrets.add(seen.turns)
+    findings = tuple(_line(source, finding, secrets.known) for source, finding in found)
     return Judged(seen.session.session_id, value, turns, findings, barred)
 
 
@@ -95,6 +100,10 @@ def _within(value: float) -> float:
     return max(-1.0, min(1.0, value))
 
 
-def _line(source: Source, finding: Finding) -> dict[str, Any]:
+def _line(source: Source, finding: Finding, secrets: Known) -> dict[str, Any]:
+    why = secrets.mask(finding.why)
+    if finding.quoted:  # masked whole: a part of a secret is not known as one
+        secrets.learn(finding.quoted)
+        why += f": {secrets.mask(finding.quoted)[:QUOTED_CHARS]!r}"
     line = {"source": source.name, "weight": source.weight, "sign": finding.sign}
-    return {**line, "why": mask(finding.why), "turn": finding.turn}
+    return {**line, "why": why, "turn": finding.turn}

@@ -84,6 +84,8 @@ class DailyLearner:
         """Adapter → the engines' name of it, of those that this process has published."""
         self._kept: Set[str] = frozenset()
         """The policies whose adapters are loaded since it was last looked at."""
+        self._untrainable: dict[str, int] = {}
+        """Session of which nothing can be trained → the stable adapter when that was found."""
 
     async def begin(self) -> None:
         """Continues where the journal ends. Raises TrainerError."""
@@ -158,7 +160,12 @@ class DailyLearner:
             known = self.history.sessions.get(view["trial_id"])
             if known is not None and known["said"] == _said_of(view["rewards"], view["marks"]):
                 continue
-            session, turns = await self.recorder.record(self.policy, view["trial_id"])
+            try:
+                session, turns = await self.recorder.record(self.policy, view["trial_id"])
+            except ProxyClientError as error:
+                if not _is_gone(error):
+                    raise
+                continue
             seen = Seen(session, turns, time.time())
             if is_due(seen, self.config.evidence):
                 due.append(seen)
@@ -177,7 +184,13 @@ class DailyLearner:
             for each in due
             if self._is_compared(each)
         ]
-        groups = [await self._with_pictures(group) for group in found if group is not None]
+        groups = []
+        for group in (each for each in found if each is not None):
+            try:
+                groups.append(await self._with_pictures(group))
+            except ProxyClientError as error:
+                if not _is_gone(error):
+                    raise
         if not groups or history.canary is None:
             return {}
         request = CompareAdapters(self.adapters, history.canary, history.stable, groups)
@@ -214,6 +227,7 @@ class DailyLearner:
                 [mark_fields(each) for each in session.marks],
             ),
         )
+        self._untrainable.pop(session.session_id, None)
         line = self.history.sessions[session.session_id]
         await self._say(session.session_id, _text_of(line)[:MAX_VALUE_CHARS])
 
@@ -261,10 +275,12 @@ class DailyLearner:
             for name, line in history.sessions.items()
             if line["turns"] and not line["held_out"] and name not in history.set_aside
         ]
-        fresh = [name for name in open_ if name not in learned]
-        untried = set(fresh) - history.tried
-        good = sum(sum(history.sessions[name]["turns"].values()) > 0 for name in untried)
-        if len(untried) < settings.sessions or good < settings.good:
+        fresh = [
+            name
+            for name in open_
+            if name not in learned and self._untrainable.get(name) != history.stable
+        ]
+        if not self._are_enough(set(fresh) - history.tried):
             return
         number = history.last + 1
         again = [
@@ -274,10 +290,10 @@ class DailyLearner:
         ]
         groups, left_out = await self._groups([*fresh, *again])
         names = {group.group_id for group in groups}
-        held_out = [n for n, line in history.sessions.items() if line["held_out"] and line["turns"]]
-        tests, _ = await self._groups(held_out)
-        if not groups:
+        self._untrainable |= dict.fromkeys(set(fresh) - names, history.stable)
+        if not groups or not self._are_enough(names.intersection(fresh) - history.tried):
             return
+        tests = await self.held_out()
         request = UpdateAdapter(self.adapters, number, parent, groups, settings.bad, tests)
         batch = self.journal.keep_batch(number, groups)
         try:
@@ -302,6 +318,7 @@ class DailyLearner:
             replayed=[n for n in again if n in names],
             left_out=dict(left_out),
             batch=batch,
+            made_with=made_with(self.config),
             metrics={n: v for n, v in done.metrics.items() if n.startswith(("actor/", "kl/"))},
             **line_of_step(groups, done.evidence),
         )
@@ -317,6 +334,20 @@ class DailyLearner:
         learned_by = self.history.updates[number]
         trained = [*learned_by["sessions"], *learned_by["replayed"]]
         await self._tell(trained, f"learned by adapter {number}, {said}")
+
+    def _are_enough(self, sessions: Set[str]) -> bool:
+        """Whether these new sessions are what an update waits for."""
+        settings, judged_ = self.config.update, self.history.sessions
+        good = sum(sum(judged_[name]["turns"].values()) > 0 for name in sessions)
+        return len(sessions) >= settings.sessions and good >= settings.good
+
+    async def held_out(self) -> list[Group]:
+        """The sessions with evidence that are never trained, by which gates measure."""
+        lines = self.history.sessions.items()
+        groups, _ = await self._groups(
+            [n for n, line in lines if line["held_out"] and line["turns"]]
+        )
+        return groups
 
     async def _begin_canary(self, number: int) -> None:
         try:
@@ -351,7 +382,7 @@ class DailyLearner:
                 )
                 group = found.group and await self._with_pictures(found.group)
             except ProxyClientError as error:
-                if error.status != 404:
+                if not _is_gone(error):
                     raise
                 left_out["no longer there, or no longer opted in"] += 1
                 continue
@@ -442,11 +473,28 @@ class DailyLearner:
         try:
             await self.recorder.say(self.policy, session_id, text)
         except ProxyClientError as error:
-            if error.status != 404:  # it was removed meanwhile
+            if not _is_gone(error):
                 raise
 
     def _write(self, kind: str, **more: Any) -> None:
         self.history.take(self.journal.write(kind, **more))
+
+
+def made_with(config: LearnConfig) -> dict[str, Any]:
+    """The values that the weights of an adapter depend on, besides its parent and its batch."""
+    update = config.update.model_dump(mode="json", include={"bad", "epochs", "kl"})
+    return {
+        "model": config.model.model_dump(mode="json", exclude={"path"}),
+        "optimizer": config.optimizer.model_dump(mode="json"),
+        "update": update,
+        "temperature": config.temperature,
+        "seed": config.seed,
+    }
+
+
+def _is_gone(error: ProxyClientError) -> bool:
+    """Whether the session was removed, or has no longer opted in, since it was listed."""
+    return error.status == 404
 
 
 def decided(

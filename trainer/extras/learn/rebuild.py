@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
 from agent_loop.records import Group
 from trainer.errors import TrainerError
-from trainer.extras.learn.learner import DailyLearner
+from trainer.extras.learn.gates import as_json, refusals
+from trainer.extras.learn.journal import History
+from trainer.extras.learn.learner import DailyLearner, made_with
 from trainer.extras.learn.update import UpdateAdapter
 from trainer.extras.ledger.ledger import Line, line_of_step
+from trainer.settings.values import changed_keys
 
 
 class RebuildError(TrainerError):
@@ -31,9 +34,11 @@ async def proven(learner: DailyLearner) -> list[str]:
     adapter.
 
     Raises:
-        RebuildError: one has other weights, gradients or tokens than the journal says.
+        RebuildError: one has other weights, gradients or tokens than the journal says, or was made
+            with other settings.
     """
     said = []
+    _check_settings(learner, _line(learner))
     for number in _line(learner):
         line = learner.history.updates[number]
         groups = learner.journal.batch(number)
@@ -55,6 +60,14 @@ class Forgotten:
     """Adapter → the one in its place."""
     dropped: tuple[int, ...]
     """Adapters that had learned it, and that nothing descends from."""
+    refused: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Rebuilt adapter that a gate refuses → why. Its parent is in its place."""
+
+
+def check_forgetting(learner: DailyLearner, sessions: Collection[str]) -> None:
+    """Raises RebuildError: what has learned these sessions was made with other settings."""
+    tainted = _tainted(learner.history, sessions)
+    _check_settings(learner, [each for each in _kept_line(learner) if each in tainted])
 
 
 async def forget(learner: DailyLearner, sessions: Collection[str]) -> Forgotten:
@@ -63,21 +76,18 @@ async def forget(learner: DailyLearner, sessions: Collection[str]) -> Forgotten:
 
     Raises:
         LedgerError: a batch is missing or damaged.
+        RebuildError: as `check_forgetting`; nothing is removed.
     """
+    check_forgetting(learner, sessions)
     history, journal = learner.history, learner.journal
-    line = [*_line(learner), *([] if history.canary is None else [history.canary])]
-    tainted = {
-        number
-        for number, update in sorted(history.updates.items())
-        if set(sessions) & {*update["sessions"], *update["replayed"]}
-    }
-    for number in sorted(history.updates):
-        if history.updates[number]["parent"] in tainted:
-            tainted.add(number)
+    tainted = _tainted(history, sessions)
+    tests = without(await learner.held_out(), sessions)
     renamed: dict[int, int] = {}
     changed: dict[int, Line] = {}
+    refused: dict[int, Sequence[str]] = {}
+    harmful: set[str] = set()
     following = history.last
-    for number in (each for each in line if each in tainted):
+    for number in (each for each in _kept_line(learner) if each in tainted):
         before = int(history.updates[number]["parent"])
         parent = renamed.get(before, before)
         groups = without(journal.batch(number), sessions)
@@ -87,26 +97,67 @@ async def forget(learner: DailyLearner, sessions: Collection[str]) -> Forgotten:
         following += 1
         batch = journal.keep_batch(following, groups)
         bad = learner.config.update.bad
-        request = UpdateAdapter(learner.adapters, following, parent, groups, bad)
-        evidence = (await learner.rank_zero.ask(request)).evidence
+        request = UpdateAdapter(learner.adapters, following, parent, groups, bad, tests)
+        done = await learner.rank_zero.ask(request)
+        if why := refusals(done.measures, learner.config.gates):
+            refused[following], renamed[number] = why, parent
+            harmful.update(history.updates[number]["sessions"])
+            continue
         renamed[number] = following
         changed[number] = {
             "number": following,
             "parent": parent,
             "batch": batch,
-            "instead_of": number,
-            **line_of_step(groups, evidence),
+            "made_with": made_with(learner.config),
+            "measures": as_json(done.measures),
+            **line_of_step(groups, done.evidence),
         }
     dropped = tuple(sorted(tainted - renamed.keys()))
-    told = {"count": len(sessions), "sessions": sorted(map(_digest, sessions)), "of": journal.head}
-    lines = list(_rewritten(journal.lines, set(sessions), renamed, changed, set(dropped)))
+    replaced = dict(renamed)
+    for number in dropped:  # a parent is smaller
+        before = int(history.updates[number]["parent"])
+        replaced[number] = replaced.get(before, before)
+    aside = (history.set_aside | harmful) - set(sessions)
+    told = {
+        "count": len(sessions),
+        "sessions": sorted(map(_digest, sessions)),
+        "of": journal.head,
+        "replaced": {str(old): new for old, new in replaced.items()},
+        "last": following,
+        "set_aside": sorted(aside),
+        "tried": sorted(history.tried - set(sessions)),
+        "refused": {str(each): list(why) for each, why in refused.items()},
+    }
+    lines = list(_rewritten(journal.lines, set(sessions), renamed, changed, replaced))
     lines += [{"kind": "forgot", "at": lines[-1]["at"], **told}] if lines else []
     journal.replace(lines)
-    for number in tainted:
+    for number in (*tainted, *refused):
         journal.batch_file(number).unlink(missing_ok=True)
         shutil.rmtree(learner.adapters.path(number), ignore_errors=True)
     learner.read_journal()
-    return Forgotten(renamed, dropped)
+    return Forgotten(renamed, dropped, refused)
+
+
+def _tainted(history: History, sessions: Collection[str]) -> set[int]:
+    """The adapters that have learned one of the sessions, themselves or by an ancestor."""
+    found = set[int]()
+    for number, update in sorted(history.updates.items()):
+        learned = {*update["sessions"], *update["replayed"]}
+        if learned.intersection(sessions) or update["parent"] in found:
+            found.add(number)
+    return found
+
+
+def _check_settings(learner: DailyLearner, numbers: Sequence[int]) -> None:
+    """Raises RebuildError: an adapter would be another one, because settings differ."""
+    now = made_with(learner.config)
+    for number in numbers:
+        line = learner.history.updates[number]
+        if changed := list(changed_keys(line.get("made_with", now), now)):
+            raise RebuildError(
+                f"adapter {number} was made with other values of {', '.join(changed)}, and cannot "
+                "be computed again with these; set them as `made_with` in the journal has them"
+            )
 
 
 def without(groups: Sequence[Group], sessions: Collection[str]) -> list[Group]:
@@ -123,30 +174,42 @@ def _line(learner: DailyLearner) -> list[int]:
     return [each for each in learner.history.ancestors(learner.history.stable) if each][::-1]
 
 
+def _kept_line(learner: DailyLearner) -> list[int]:
+    """The adapters that are kept: those of `_line`, and the canary."""
+    canary = learner.history.canary
+    return [*_line(learner), *([] if canary is None else [canary])]
+
+
 def _rewritten(
     lines: Sequence[Line],
     sessions: set[str],
     renamed: Mapping[int, int],
     changed: Mapping[int, Line],
-    dropped: set[int],
+    replaced: Mapping[int, int],
 ) -> Iterator[Line]:
     """The lines without these sessions, with the rebuilt adapters in the place of the old ones."""
     for line in lines:
         number = int(line.get("number", 0))
-        if line.get("session") in sessions or number in dropped:
+        if line.get("session") in sessions or number in replaced.keys() - renamed:
             continue
         if line["kind"] in ("update", "gate", "canary") and number in renamed.keys() - changed:
             continue  # nothing of its batch is left
         told: dict[str, Any] = dict(line)
-        for key in ("sessions", "replayed", "set_aside", "compared"):
+        for key in ("sessions", "replayed", "set_aside", "compared", "tried"):
             if key in told:
                 told[key] = [each for each in told[key] if each not in sessions]
         for key in ("number", "parent", "stable"):
             if key in told:
                 told[key] = renamed.get(told[key], told[key])
+        if line["kind"] == "forgot":
+            told["replaced"] = {
+                old: replaced.get(new, new) for old, new in line["replaced"].items()
+            }
         if line["kind"] == "update" and number in changed:
-            told |= changed[number]
+            told |= {name: value for name, value in changed[number].items() if name != "measures"}
             told.pop("metrics", None)
+        if line["kind"] == "gate" and number in changed:
+            told["measures"] = changed[number]["measures"]
         yield told
 
 

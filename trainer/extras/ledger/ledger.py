@@ -180,7 +180,10 @@ def read_lines(path: Path) -> list[Line]:
     Raises:
         LedgerError: there is no ledger, or its chain is broken.
     """
-    lines: list[Line] = list(read_jsonl(path))
+    try:
+        lines: list[Line] = list(read_jsonl(path))
+    except json.JSONDecodeError as error:
+        raise LedgerError(f"{path}: a line is not JSON: {error}") from error
     if not lines:
         raise LedgerError(
             f"{path}: is missing or empty; only runs with trainer.deterministic have one"

@@ -176,7 +176,7 @@ export const METRICS = {
   "normal: 0"
  ],
  "groups/uniform": [
-  "groups/uniform (number): Groups left out: all rewards are equal (`rollout.filter`)."
+  "groups/uniform (number): Groups left out: all rewards are equal (`rollout.drop_uniform_groups`)."
  ],
  "groups/filtered": [
   "groups/filtered (number): Groups that a filter of your own left out."

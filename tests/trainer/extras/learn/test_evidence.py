@@ -10,9 +10,17 @@ import pytest
 
 from proxy.records import Mark, RuleAction, TurnStatus
 from tests.trainer.extras.learn.days import Conversation, session
-from trainer.extras.learn.evidence import Corrections, Failures, Kept, RanTests, Rating, Rewards
+from trainer.extras.learn.evidence import (
+    Corrections,
+    Failures,
+    Kept,
+    RanTests,
+    Rating,
+    Rewards,
+    has_passed,
+)
 from trainer.extras.learn.judging import is_due, judged
-from trainer.extras.learn.seen import Seen
+from trainer.extras.learn.seen import Call, Seen
 
 
 def seen(talk: Conversation, now: float = 2000.0, **more: Any) -> Seen:
@@ -53,6 +61,10 @@ def test_a_rating_is_from_bad_to_good(value: float, sign: float) -> None:
         ([("pytest -q", ran(1))], []),
         ([("pytest -q", "0 failed, 3 passed")], []),
         ([("ls", ran(1)), ("ls", ran(0))], []),
+        ([("grep -rn pytest setup.cfg", ran(1)), ("pip install pytest", ran(0))], []),
+        ([("cat 'my tox.ini' | grep \"pytest|tox\"", ran(1)), ("pytest", ran(0))], []),
+        ([("bash -lc 'cd a && pytest'", ran(1)), ("PATH=x python -m pytest", ran(0))], [1.0]),
+        ([("cat <<'E' > a\nit's\nE\npytest", ran(1)), ("(cd a; pytest) 2>&1", ran(0))], [1.0]),
         (
             [("pytest", ran(1)), ("sed -i s/1/2/ tests/test_a.py", ran(0)), ("pytest", ran(0))],
             [0.0],
@@ -63,6 +75,44 @@ def test_tests_are_good_if_green_comes_after_red_and_no_test_was_changed(
     steps: list[tuple[str, str]], signs: list[float]
 ) -> None:
     assert [sign for sign, _ in findings(RanTests(), seen(talk(*steps)))] == signs
+
+
+@pytest.mark.parametrize(
+    ("printed", "passed"),
+    [
+        ("<returncode>1</returncode>\n<output>\n5 passed", False),
+        ("<returncode>0</returncode>\n<output>\n1 failed before", True),
+        ("Process exited with code 1\nOutput:\n4 passed", False),
+        ("Exit code 1\n4 passed", False),
+        ("exit_code=0", True),
+        ("=== 3 failed, 2 passed ===\n>       exit_code = 0\n", False),
+        ('assert "exit_code" in said  # 0\n12 passed', True),
+        ("Ran 3 tests in 0.1s\n\nFAILED (failures=1)", False),
+        ("nothing", None),
+    ],
+)
+def test_an_exit_code_is_what_the_agent_says_and_not_what_a_test_prints(
+    printed: str, passed: bool | None
+) -> None:
+    assert has_passed(Call(0, "bash", "{}", printed)) is passed
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "No, use AIzaSyB1c2D3e4F5g6H7i8J9k0L1m2N3o4P5q6x please",
+            "No, use [secret:gcp-api-key] please",
+        ),
+        ("No, x7!kPq2zz is the old one", "No, [secret:password] is the old one"),
+        ("No, " + "very " * 20, ("No, " + "very " * 20)[:40]),
+    ],
+)
+def test_a_quotation_is_masked_before_it_is_cut(said: str, shown: str) -> None:
+    """The second is a secret by what a command has printed."""
+    made = talk(("cat .env", "DB_PASSWORD=x7!kPq2zz\n")).user(said).answer("Yes.")
+    (line,) = judged(seen(made), [Corrections()]).findings
+    assert line["why"] == f"corrected: {shown!r}"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +216,20 @@ def test_edits_are_good_if_their_lines_are_at_head(tmp_path: Path) -> None:
     assert edits("kept = 1", "missing.py") == [(-1.0, None)]
     assert edits("kept = 1", "/etc/passwd") == []
     assert findings(Kept(after_s=0), seen(talk(), metadata={"folder": "/nowhere"})) == []
+
+
+def test_a_path_is_relative_to_the_folder_of_the_session(tmp_path: Path) -> None:
+    git = repository(tmp_path / "r")
+    web = tmp_path / "r" / "web"
+    web.mkdir()
+    (web / "a.ts").write_text("export const a = 1;\n")
+    git("add", "-A")
+    git("commit", "-qm", "x")
+    for path, signs in (("a.ts", [1.0]), (str(web / "a.ts"), [1.0]), ("../web/a.ts", [1.0])):
+        call = ("write", {"path": path, "content": "export const a = 1;\n"})
+        made = Conversation("s").user("Do it.").answer(call=call).result("ok").answer("Done.")
+        found = seen(made, 1e9, metadata={"folder": str(web)})
+        assert [sign for sign, _ in findings(Kept(), found)] == signs
 
 
 def test_a_repository_cannot_make_the_learner_run_a_program(tmp_path: Path) -> None:

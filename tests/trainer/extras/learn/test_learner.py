@@ -78,6 +78,9 @@ async def test_a_better_adapter_is_promoted_and_a_worse_one_rolled_back(
         assert all("promote by test" in days.said[name] for name in names)
         assert "counted" not in days.said["first-0"]
         assert learner.history.stable == 1
+        assert learner.history.canary is None, "what is only compared cannot be trained"
+        week(days, "second")
+        await learner.tick()
         assert learner.history.canary == 2
         assert learner.history.updates[2]["parent"] == 1
         await compare(days, learner, [False] * 3)
@@ -107,6 +110,8 @@ async def test_an_undecided_canary_is_rolled_back_and_its_evidence_used_again(
         rolled = next(line for line in learner.journal.lines if line["kind"] == "rollback")
         assert rolled["by"] == "undecided"
         assert not learner.history.set_aside
+        week(days, "second")
+        await learner.tick()
         assert learner.history.canary == 2
         assert "first-0" in learner.history.updates[2]["sessions"]
 
@@ -361,6 +366,69 @@ async def test_what_has_opted_out_since_is_not_learned(checkpoint: Path, tmp_pat
         days.state["frozen"] = False
         await learner.tick()
         assert learner.history.updates[1]["sessions"] == [f"first-{n}" for n in range(1, 6)]
+
+
+async def test_an_update_waits_for_sessions_that_can_be_trained(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Rated good, but sampled at another temperature, or gone since."""
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        for number in range(4):
+            days.day(f"cold-{number}", True, sampling={"temperature": 0.0})
+        for number in range(3):
+            days.day(f"gone-{number}", True)
+        days.state["frozen"] = True
+        await learner.tick()
+        for number in range(3):
+            del days.record_of[f"gone-{number}"]
+        days.state["frozen"] = False
+        days.day("bad-0", False, BAD)
+        await learner.tick()
+        assert kinds(learner) == ["begin", "freeze", "thaw"]
+        for number in range(3):
+            days.day(f"good-{number}", True, GOOD)
+        await learner.tick()
+        assert set(learner.history.updates[1]["sessions"]) == {
+            *("bad-0", "good-0", "good-1", "good-2")
+        }
+
+
+async def test_a_session_that_goes_while_it_is_looked_at_does_not_end_the_learner(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    class Removed(Days):
+        async def readable(self, policy: str) -> list[dict[str, Any]]:
+            found = await super().readable(policy)
+            self.record_of.pop("first-2", None)
+            return found
+
+    days = Removed()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        week(days, "first", 5)
+        await learner.tick()
+        assert set(learner.history.sessions) == {f"first-{n}" for n in (0, 1, 3, 4)}
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2])
+def test_a_journal_continues_after_a_line_that_was_not_finished(lines: int, tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for _ in range(lines):
+        journal.write("begin", config="x")
+    path = tmp_path / "journal.jsonl"
+    with path.open("a") as file:
+        file.write('{"kind": "promote", "numb')
+    journal = Journal(tmp_path)
+    assert len(journal.lines) == lines
+    journal.write("thaw", by="person")
+    assert [line["kind"] for line in Journal(tmp_path).lines] == ["begin"] * lines + ["thaw"]
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    Journal(tmp_path).write("begin", config="x")
+    (tmp_path / "journal.jsonl").write_text("{\n")
+    with pytest.raises(LedgerError, match=r"journal\.jsonl: a line is not JSON"):
+        Journal(tmp_path)
 
 
 def test_a_journal_that_was_changed_is_refused(tmp_path: Path) -> None:
