@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.bool_]
 
 REWARD_ROUNDING = 1e-6
+UNSAMPLED = -1
+"""The version of a token that no weights have sampled."""
 """Rewards that differ by no more than this share of the largest one count as equal: the sum of a
 few float32 values has a relative error of about 1e-7, and a meaningful difference is larger."""
 

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 from pydantic import ValidationError
@@ -219,7 +220,7 @@ class AgentRunClient:
 
     async def artifact(self, run_id: str, path: str) -> bytes:
         """The content of a file in the trial's folder."""
-        return await self._bytes(f"/api/v1/runs/{run_id}/artifacts/{path}")
+        return await self._bytes(f"/api/v1/runs/{run_id}/artifacts/{quote(path)}")
 
     async def _read(self, path: str, params: Mapping[str, str] | None = None) -> Any:
         async for attempt in _retrying():

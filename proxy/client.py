@@ -289,7 +289,7 @@ class ProxyClient:
                 for event in whole:
                     lines = (line.partition(b": ") for line in event.split(b"\n"))
                     fields = {name.decode(): value for name, _, value in lines}
-                    if "data" not in fields:
+                    if "data" not in fields or fields.get("event") == b"end":
                         continue
                     data = orjson.loads(fields["data"])
                     if fields.get("event") == b"state":

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from agent_loop import kept_tokens
 from agent_loop.kept_tokens import KeptTokens
-from agent_loop.records import Group, Rollout, Segment, Trajectory
+from agent_loop.records import UNSAMPLED, Group, Rollout, Segment, Trajectory
 from agent_loop.trajectory import flatten
 from proxy.errors import ImageError
 from proxy.records import Ids, ImageSpan
@@ -256,7 +256,7 @@ def trained_batch(groups: Sequence[Group]) -> Batch:
                 f"rollout {trial}: {count} tokens were sampled, but the batch would train "
                 f"{trained.get(trial, 0):.0f}"
             )
-    unsampled = torch.nonzero(batch.versions < 0)
+    unsampled = torch.nonzero(batch.versions == UNSAMPLED)
     if len(unsampled):
         raise TrainingError(
             f"{batch.name(int(unsampled[0]))}: {len(unsampled)} tokens would be trained that no "

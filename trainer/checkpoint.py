@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import random
 import re
@@ -37,6 +38,8 @@ from proxy.settings.late_section import load_extra
 from trainer.errors import CheckpointError
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.segment import Named
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 2
 """Number of the layout of `run.json` and `state/`. Release 0.1.0 wrote another layout, without this
@@ -133,7 +136,7 @@ class Checkpoints:
                 f"{final}: could not be saved ({_why(error)}); the earlier "
                 "checkpoints are unchanged: free disk space, or lower trainer.keep_last"
             ) from error
-        self._prune()
+        self._prune(step)
         return Saved(final, step)
 
     def mark_best(self, saved: Saved, loop: Mapping[str, Any]) -> None:
@@ -156,7 +159,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there are checkpoints, and none of them is whole.
         """
-        found, damage = self._all(), self.damaged()
+        found, damage = self.all(), self.damaged()
         whole = [saved for saved in found if saved not in damage]
         if found and not whole:
             raise CheckpointError(
@@ -168,7 +171,7 @@ class Checkpoints:
     def damaged(self) -> dict[Saved, str]:
         """The checkpoints newer than the newest whole one, each with what is wrong with it."""
         damage: dict[Saved, str] = {}
-        for saved in reversed(self._all()):
+        for saved in reversed(self.all()):
             try:
                 self._check_whole(saved)
             except CheckpointError as error:
@@ -227,7 +230,7 @@ class Checkpoints:
                 f"({_why(error)})"
             ) from error
 
-    def _all(self) -> list[Saved]:
+    def all(self) -> list[Saved]:
         """By step; a name that `save` does not give is somebody's own, and left alone."""
         found = (
             Saved(path, int(path.name.removeprefix("step-")))
@@ -236,12 +239,29 @@ class Checkpoints:
         )
         return sorted(found, key=lambda saved: saved.step)
 
-    def _prune(self) -> None:
+    def _prune(self, step: int) -> None:
+        """Deletes the checkpoints before the last ones up to this step. Later ones, from before
+        which a run has been continued, are damaged or of another course."""
         best = self._folder / "best"
         kept = {best.read_text(encoding="utf-8")} if best.is_file() else set()
-        for saved in self._all()[: -self._keep_last]:
+        found = [saved for saved in self.all() if saved.step <= step]
+        for saved in found[: -self._keep_last]:
             if saved.path.name not in kept:
-                shutil.rmtree(saved.path)
+                _delete(saved.path)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a checkpoint, or the link to one. What is left of it is no checkpoint, and the next
+    `save` deletes it."""
+    aside = path.with_name(f".{path.name}")
+    try:
+        if path.is_symlink():
+            path.unlink()
+            return
+        path.rename(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        _log.warning("%s: the old checkpoint could not be deleted: %s", path, _why(error))
 
 
 def _parts(folder: Path, learner: Saves | Mapping[str, Saves]) -> Iterator[tuple[Path, Saves]]:

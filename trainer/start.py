@@ -32,7 +32,7 @@ from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.device_plan import PLANNED, fitted, gpus_here, plan_devices
 from trainer.cluster.ranks import check_seat, torchrun_seat
 from trainer.config import TrainerConfig
-from trainer.errors import ConfigError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.mains.registry import Parts, follow_rank_0, main_of
 from trainer.policy.model_config import ModelConfig
 from trainer.policy.parallelism import Seat
@@ -168,8 +168,14 @@ def _continue_on_empty_disk(
 
 def _continue_locked(parts: Parts, folder: RunFolder, *notes: str) -> int:
     checkpoints = Checkpoints(folder.checkpoints, keep_last=parts.config.trainer.keep_last)
-    saved = checkpoints.latest()
-    if (mirrored := _mirrored(parts.config)) is not None:
+    mirrored, damage = _mirrored(parts.config), checkpoints.damaged()
+    try:
+        saved = checkpoints.latest()
+    except CheckpointError:  # none is whole
+        if mirrored is None:
+            raise
+        saved = None
+    if mirrored is not None:
         mirror, copy = mirrored
         if copy.run_id != folder.run_id:
             raise ConfigError(
@@ -179,7 +185,7 @@ def _continue_locked(parts: Parts, folder: RunFolder, *notes: str) -> int:
         if saved is None or copy.step > saved.step:
             saved = mirror.fetch(copy, folder)
             notes = (*notes, f"fetched {mirror.url}, step {copy.step}")
-    for damaged, why in checkpoints.damaged().items():
+    for damaged, why in damage.items():
         notes = (*notes, f"{damaged.path.name} is damaged and not used: {why}")
     if saved is not None:
         checkpoints.read_run(saved)  # refuses what cannot be continued, before anything changes
@@ -190,8 +196,13 @@ def _continue_locked(parts: Parts, folder: RunFolder, *notes: str) -> int:
 
 
 def _ledger(config: RanksConfig, folder: RunFolder) -> Iterator[Path]:
-    if config.trainer.deterministic:
+    if _has_ledger(config):
         yield folder.ledger
+
+
+def _has_ledger(config: RanksConfig) -> bool:
+    """Fine-tuning has none: its batches are those of the demonstrations."""
+    return config.trainer.deterministic and getattr(config, "sft", None) is None
 
 
 def _mirrored(config: RanksConfig) -> tuple[Mirror, MirroredCheckpoint] | None:
@@ -246,7 +257,7 @@ def _run(parts: Parts, folder: RunFolder, saved: Saved | None, *notes: str) -> i
         machine=_machine(config.cluster.backend, config.trainer.device),
         gpus=_gpus(config.cluster.backend, config.trainer.device),
         telemetry=getattr(config.telemetry, "endpoint", None),
-        begins_with=config.model.path if config.trainer.deterministic else None,
+        begins_with=config.model.path if _has_ledger(config) else None,
     )
     log.progress.say(
         f"run folder: {folder.path} ({folder.config.name} has the whole configuration)"

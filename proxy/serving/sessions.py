@@ -295,7 +295,7 @@ class Sessions:
     async def get(self, session_id: str) -> LiveSession:
         """The session with its tree. Raises SessionError (404) if it does not exist."""
         live = self._live.get(session_id)
-        if live is not None:
+        if live is not None and not await self._was_removed(live):
             self._live.move_to_end(session_id)
             return live
         loading = self._loading.get(session_id)
@@ -305,6 +305,20 @@ class Sessions:
             loading.add_done_callback(lambda _: self._loaded(session_id, loading))
         live = await asyncio.shield(loading)
         return self._live.setdefault(session_id, live)  # it may have been evicted in between
+
+    async def _was_removed(self, live: LiveSession) -> bool:
+        """Whether an ended session is no longer in the store, from which others remove it, or
+        another one has its id since. It is forgotten then."""
+        ended = live.session
+        if ended.status is SessionStatus.OPEN or live.in_use:
+            return False
+        stored = await self._store.get_session(ended.session_id)
+        if stored is not None and stored.created_at == ended.created_at:
+            return False
+        if self._live.get(ended.session_id) is live:
+            del self._live[ended.session_id]
+            self._ids_by_key.pop(ended.key_hash, None)
+        return True
 
     def _loaded(self, session_id: str, loading: asyncio.Future[LiveSession]) -> None:
         if self._loading.get(session_id) is loading:

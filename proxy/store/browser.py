@@ -189,6 +189,10 @@ class Browser(Protocol):
 
     async def session(self, session_id: str) -> SessionSummary | None: ...
 
+    async def created_at(self, session_id: str) -> float | None:
+        """By which a session is told from an earlier one of its id, which was deleted."""
+        ...
+
     async def heads(self, session_id: str, since: int, limit: int) -> list[TurnHead]:
         """Turns with an index of at least `since`, in order."""
         ...

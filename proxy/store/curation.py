@@ -96,7 +96,9 @@ async def _tag(store: Store, session_id: str, changes: Mapping[str, str]) -> Non
         if session is None:
             raise _missing(session_id)
         before = dict(session.metadata)
-        after = {name: value for name, value in (before | dict(changes)).items() if value != ""}
+        removed = {name for name, value in changes.items() if value == ""}
+        both = before | dict(changes)
+        after = {name: value for name, value in both.items() if name not in removed}
         if after == before or not changes:
             return
         if len(after) > max(MAX_TAGS, len(before)):

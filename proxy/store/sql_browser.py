@@ -92,6 +92,10 @@ class SqlBrowser:
     async def session(self, session_id: str) -> SessionSummary | None:
         return next(iter(await self._summaries("session_id = ?", session_id)), None)
 
+    async def created_at(self, session_id: str) -> float | None:
+        sql = "SELECT created_at FROM sessions WHERE session_id = ?"
+        return next((float(at) for (at,) in await self._fetch(sql, session_id)), None)
+
     async def _summaries(self, clause: str, *values: Any) -> list[SessionSummary]:
         sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE {clause}"
         found = {

@@ -327,13 +327,19 @@ async def test_outcome_that_json_cannot_hold_fails_its_run_and_no_other(
 
 
 async def test_logs_and_artifacts_are_readable_and_nothing_outside_the_trial(
-    client: AgentRunClient, url: str
+    client: AgentRunClient, url: str, tmp_path: Path
 ) -> None:
     run = await client.wait((await client.submit(wanted())).run_id, timeout_s=5)
     assert await client.logs(run.run_id) == "the log"
     assert await client.logs(run.run_id, tail_bytes=3) == "log"
     assert set(await client.artifacts(run.run_id)) == {"trial.log", "agent/out.txt"}
     assert await client.artifact(run.run_id, "agent/out.txt") == b"the agent's output"
+    agent = tmp_path / "state/trials" / run.run_id / "agent"
+    names = ("report#2", "report?v=2", "a%20b.txt", "100%.txt", "ü b")
+    for name in names:
+        (agent / name).write_text(name, "utf-8")
+        assert await client.artifact(run.run_id, f"agent/{name}") == name.encode()
+    assert {f"agent/{name}" for name in names} <= set(await client.artifacts(run.run_id))
     for path in ("agent/passwd", "../../runs.sqlite", "..%2f..%2fruns.sqlite"):
         with pytest.raises(AgentRunError) as caught:
             await client.artifact(run.run_id, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
+from trainer import checkpoint
 from trainer.checkpoint import FORMAT, Checkpoints, _export, as_in_source
 from trainer.errors import CheckpointError
 from trainer.run.state_folder import StateError, check_whole, read_metadata, read_state, write_state
@@ -52,7 +54,7 @@ def test_names_of_somebody_elses_are_ignored_and_never_deleted(
     for name in own:
         (tmp_path / name).touch()
     assert newest(checkpoints) == 3
-    checkpoints._prune()
+    checkpoints._prune(3)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"step-000002", "step-000003", "step-000003-good", *own}
 
@@ -106,6 +108,69 @@ def test_newest_whole_checkpoint_is_used_and_the_damaged_one_named(
         damage(tmp_path / f"step-{step:06d}")
     with pytest.raises(CheckpointError, match=r"no checkpoint is whole.*trainer\.resume=never"):
         checkpoints.latest()
+
+
+class OneWeight:
+    """What a checkpoint is saved of."""
+
+    def save_state(self, folder: Path) -> None:
+        write_state(STATE, folder)
+
+    def load_state(self, folder: Path) -> None: ...
+
+    def save_adapter(self, folder: Path) -> None: ...
+
+    def weights(self) -> Any:
+        yield "a", torch.ones(3)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"a": torch.ones(3)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_new_checkpoint_stays_beside_damaged_later_ones(
+    keep_last: int, checkpoints: Checkpoints, model: Path, tmp_path: Path
+) -> None:
+    """A run continues before them, and saves more often now."""
+    for step in (3, 2):
+        cut_weights(tmp_path / f"step-{step:06d}")
+        (tmp_path / f"step-{step:06d}").rename(tmp_path / f"step-{10 * step:06d}")
+    kept = Checkpoints(tmp_path, keep_last=keep_last)
+    for step in (4, 5, 6):
+        saved = kept.save(step, OneWeight(), {}, model)
+        assert kept.latest() == saved
+    whole = {saved.step for saved in kept.all()} - {20, 30}
+    assert whole == set(range(7 - keep_last, 7))
+
+
+def test_old_checkpoint_that_cannot_be_deleted_ends_no_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was moved and linked is left to its owner; of another, nothing counts any more."""
+    kept = Checkpoints(tmp_path / "c", keep_last=1)
+    saved = kept.save(1, OneWeight(), {}, model)
+    moved = saved.path.rename(tmp_path / "moved")
+    saved.path.symlink_to(moved)
+    second = kept.save(2, OneWeight(), {}, model)
+    assert moved.is_dir()
+    assert not saved.path.exists()
+
+    def refused(path: Path, **_: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refused)
+        checkpoint._delete(second.path)
+    assert "could not be deleted" in caplog.text
+    assert kept.all() == []
+    kept.save(3, OneWeight(), {}, model)
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"step-000003"}
 
 
 def test_state_comes_back_as_it_was_written(tmp_path: Path) -> None:

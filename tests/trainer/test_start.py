@@ -307,6 +307,29 @@ def test_run_on_an_empty_disk_continues_from_its_mirror(
     assert RunFolder(tmp_path / "run").run_id == name
 
 
+def test_mirror_is_used_where_no_local_checkpoint_is_whole(
+    run_until: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"trainer.checkpoint_mirror=file://{tmp_path}/mirror"
+    assert run_until("running", url) == ("run", 0)
+    run = RunFolder(tmp_path / "run")
+    saved = Saved(run.checkpoints / "step-000007", 7)
+    CheckpointMirror(f"file://{tmp_path}/mirror", keep_last=2).upload(saved, run)
+    shutil.rmtree(saved.path / "state")
+    assert run_until("running", url) == ("run", 7)
+    said = capsys.readouterr().out
+    assert f"fetched file://{tmp_path}/mirror, step 7" in said
+    assert "step-000007 is damaged and not used" in said
+
+
+def test_fine_tuning_has_no_ledger(config: Path) -> None:
+    """Nothing is sampled that could be replayed, and its batches are demonstrations."""
+    words = ["trainer.deterministic=true"]
+    assert start._has_ledger(load([config], words))
+    assert not start._has_ledger(load([config], [*words, "sft.sessions=[x]"]))
+    assert not start._has_ledger(load([config], []))
+
+
 def test_mirror_of_another_run_is_refused(run_until: Any, tmp_path: Path) -> None:
     url = f"trainer.checkpoint_mirror=file://{tmp_path}/mirror"
     assert run_until("running", url) == ("run", 0)

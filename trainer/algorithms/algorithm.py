@@ -103,7 +103,8 @@ class Algorithm:
         _check_finite(batch, advantages, f"the advantage {self.config.advantage.name}")
         batch.advantages = advantages.float()
         batch.value_targets = None if targets is None else targets.float()
-        return metrics | kl_metrics | _advantage_metrics(batch, shaped, self._has_signal(batch))
+        found = _advantage_metrics(batch, shaped, self._has_signal(batch), self._is_trained(batch))
+        return metrics | kl_metrics | found
 
     def trained_sequences(self, batch: Batch) -> Tensor:
         """Indices of the sequences to train on: all of them, or those of rollouts whose reward, or
@@ -336,13 +337,17 @@ def _needed(column: Tensor | None, what: str) -> Tensor:
     return column
 
 
-def _advantage_metrics(batch: Batch, shaped: Tensor, has_signal: Tensor) -> Metrics:
+def _advantage_metrics(
+    batch: Batch, shaped: Tensor, has_signal: Tensor, is_trained: Tensor
+) -> Metrics:
+    """`is_trained` `[R]`: others have no signal, whatever their advantages are."""
     adv = _needed(batch.advantages, "advantages")
+    trained = torch.where(is_trained[batch.rollout], adv, 0.0)
     return {
         "reward/shaped_mean": float(shaped.mean()),
         "advantage/mean": float(adv.mean()),
         "advantage/std": float(adv.std(correction=0)),
-        "advantage/max": float(adv.max()),
-        "advantage/min": float(adv.min()),
+        "advantage/max": float(trained.max()),
+        "advantage/min": float(trained.min()),
         "group/with_signal": float(has_signal.float().mean()),
     }

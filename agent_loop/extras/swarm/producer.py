@@ -25,7 +25,16 @@ from agent_loop.extras.swarm.wire import (
     TrainerReady,
     TrainerWelcome,
 )
-from agent_loop.records import AgentEnd, AgentResult, Graded, Group, Rollout, Segment, Task
+from agent_loop.records import (
+    UNSAMPLED,
+    AgentEnd,
+    AgentResult,
+    Graded,
+    Group,
+    Rollout,
+    Segment,
+    Task,
+)
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.outcome import Attempt, build_rollout, failed_rollout
 from proxy.records import Reward
@@ -153,8 +162,8 @@ class SwarmProducer:
     def _aged(self, segment: Segment) -> Segment:
         """The segment, with versions of an earlier trainer replaced by one that counts as older.
         They refer to other weights, of which only their greater age is known."""
-        oldest = np.int32(self._first_version - 1)
-        versions = np.where(segment.mask, np.minimum(segment.versions, oldest), np.int32(-1))
+        oldest = np.int32(self._first_version - 1 if self._first_version else UNSAMPLED - 1)
+        versions = np.where(segment.mask, np.minimum(segment.versions, oldest), np.int32(UNSAMPLED))
         return replace(segment, versions=versions)
 
     async def _request(self, method: str, path: str, body: Any = None) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from argparse import Namespace
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
 
@@ -21,6 +22,9 @@ from proxy.extras.export.selection import ExportSelection, Filters
 from proxy.records.binary import encode_record
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.settings.plugins import load_plugin
+
+MAX_NAME_CHARS = 200
+"""Of a record's file; an id may have 256 characters, which three bytes each may stand for."""
 
 
 async def export_sessions(arguments: Namespace) -> int:
@@ -60,13 +64,22 @@ async def _write_records(units: Units, to: Path) -> int:
         to.mkdir(parents=True, exist_ok=True)
         async for (sample,) in units:
             count += 1
-            name = quote(sample.session.session_id, safe="") + ".record"
-            (to / name).write_bytes(encode_record(sample.session, list(sample.turns)))
-            for sha256, image in sample.images.items():
-                (to / f"{sha256}.image").write_bytes(image.data)
+            (to / _file_name(sample.session.session_id)).write_bytes(
+                encode_record(sample.session, list(sample.turns))
+            )
+            for digest, image in sample.images.items():
+                (to / f"{digest}.image").write_bytes(image.data)
     except OSError as error:
         raise ConfigurationError(f"--out: cannot write {to}: {error.strerror}") from error
     return count
+
+
+def _file_name(session_id: str) -> str:
+    """Of its record, which has the id."""
+    name = quote(session_id, safe="")
+    if len(name) > MAX_NAME_CHARS:
+        name = f"{name[:MAX_NAME_CHARS]}-{sha256(session_id.encode()).hexdigest()[:16]}"
+    return name + ".record"
 
 
 def _filters(arguments: Namespace) -> Filters:

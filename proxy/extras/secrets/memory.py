@@ -8,10 +8,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from typing import Any
 from urllib.parse import quote, quote_plus
-
-import orjson
 
 from proxy.conversation.images import blanked
 from proxy.extras.secrets.found import (
@@ -88,12 +87,25 @@ class Known:
         return disjoint([*places(text, self._within(text)), *self._known(text)])
 
     def mask(self, text: str) -> str:
-        """The text with a marker in the place of each of these. JSON stays JSON."""
+        """The text with a marker in the place of each of these, and else as it is. JSON stays
+        JSON: it is written anew only where markers in its text would break it, or leave something.
+        """
         found = self.find(text)
+        marked = masked(text, found)
         if found and text.lstrip()[:1] in ("{", "["):
-            with suppress(orjson.JSONDecodeError):
-                return orjson.dumps(self.mask_value(orjson.loads(text))).decode()
-        return masked(text, found)
+            with suppress(ValueError):
+                value = json.loads(text)
+                if not self._is_masked(marked):
+                    return _dumped(self.mask_value(value))
+        return marked
+
+    def _is_masked(self, text: str) -> bool:
+        """Whether the text is JSON without anything to mask."""
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return False
+        return bool(self.mask_value(value) == value)
 
     def mask_value(self, value: Any) -> Any:
         """The value of JSON with markers in its strings, at any depth, and in the place of what
@@ -103,7 +115,10 @@ class Known:
         if isinstance(value, list | tuple):
             return [self.mask_value(each) for each in value]
         if isinstance(value, Mapping):
-            return {self.mask(name): self._field(name, each) for name, each in value.items()}
+            masked_: dict[str, Any] = {}
+            for name, each in value.items():
+                masked_[_apart(self.mask(name), masked_)] = self._field(name, each)
+            return masked_
         return value
 
     def _field(self, name: str, value: Any) -> Any:
@@ -132,6 +147,16 @@ class Known:
                 for found in occurrences(text, written, kind):
                     if not alone or stands_alone(text, found):
                         yield found
+
+
+def _apart(name: str, others: Mapping[str, Any]) -> str:
+    """The name, or one beside it if others have it, because several were masked alike."""
+    names = (name if n == 1 else f"{name}#{n}" for n in count(1))
+    return next(each for each in names if each not in others)
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def mask(text: str) -> str:

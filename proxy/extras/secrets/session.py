@@ -69,6 +69,17 @@ class SessionSecrets:
                 self.known.learn(self._decode([*before, *tail, *new.tolist()]))
         self._settled = -1
 
+    def add_session(self, session: Session) -> None:
+        """Reads what a session has besides its turns: its metadata, and a branch's own texts."""
+        origin = session.origin
+        own = [session.metadata, *(() if origin is None else (origin.system, origin.answer))]
+        for text in _texts(own):
+            self.known.learn(text)
+        for name, value in session.metadata.items():
+            kind = field_kind(name, value) if isinstance(value, str) else None
+            if kind is not None:
+                self.known.add(value, kind)
+
     def of(self, index: int) -> Marked:
         """`[P + S]`: which of the ids that a turn adds spell a secret; none of an image's."""
         own = self._own[index][2]
@@ -125,9 +136,14 @@ class SessionSecrets:
         )
 
     def masked_session(self, session: Session) -> Session:
-        """The session with markers in its metadata and in what its rules found."""
-        metadata = self.mask_value(session.metadata)
-        return replace(session, metadata=metadata, marks=self.mask_marks(session.marks))
+        """The session with markers in its metadata, in what its rules found, and in the texts of a
+        branch."""
+        metadata, origin = self.mask_value(session.metadata), session.origin
+        if origin is not None:
+            own = {"system": origin.system, "answer": origin.answer}
+            origin = replace(origin, **self.mask_value(own))
+        marks = self.mask_marks(session.marks)
+        return replace(session, metadata=metadata, marks=marks, origin=origin)
 
     def mask_marks(self, marks: Sequence[Mark]) -> list[Mark]:
         """The marks with what they found masked, which is the beginning of a longer text."""

@@ -107,7 +107,8 @@ class LiveFeed:
     ) -> None:
         """The last events: what was recorded since, and how each run has ended."""
         recent = await self._browser().recent(position, BATCH)
-        await response.write(b"data: %b\n\n" % write_json(recent_json(_own(recent, scope))))
+        last = write_json(recent_json(_own(recent, scope)))
+        await response.write(f"id: {recent.position}\ndata: ".encode() + last + b"\n\n")
         await response.write(b"event: state\ndata: %b\n\n" % write_json(self._state(scope)))
         ends = {} if scope.person else await asyncio.to_thread(self._ends)
         await response.write(b"event: end\ndata: %b\n\n" % write_json(ends))

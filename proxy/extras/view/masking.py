@@ -40,7 +40,7 @@ class Masking:
         self._hides = hides
         self._sessions: OrderedDict[tuple[str, str], _Read] = OrderedDict()
         self._texts: OrderedDict[bytes, Found] = OrderedDict()
-        self._turns: OrderedDict[tuple[str, str, int, int], Turn] = OrderedDict()
+        self._turns: OrderedDict[tuple[str, str, float | None, int, int], Turn] = OrderedDict()
 
     def of(self, browser: Browser, tokenizer: Tokenizer | None, run: str = "") -> Browser:
         """Reads the store of a run as `browser` does, without secrets. `run` is empty for the
@@ -55,9 +55,10 @@ class Masking:
         """The secrets of a session, with those of the turns that were added since."""
         key = (run, session_id)
         decode = None if tokenizer is None else tokenizer.decode
+        created_at = await browser.created_at(session_id)
         found = self._sessions.get(key)
-        if found is None or found.tokenizer is not tokenizer:
-            found = _Read(SessionSecrets(decode, self._within), tokenizer)
+        if found is None or (found.tokenizer, found.created_at) != (tokenizer, created_at):
+            found = _Read(SessionSecrets(decode, self._within), tokenizer, created_at)
             self._sessions[key] = found
         self._sessions.move_to_end(key)
         while len(self._sessions) > LATEST:
@@ -66,7 +67,9 @@ class Masking:
             await found.go_on(browser, session_id)
         return found.secrets
 
-    def masked(self, key: tuple[str, str, int], secrets: SessionSecrets, turn: Turn) -> Turn:
+    def masked(
+        self, key: tuple[str, str, float | None, int], secrets: SessionSecrets, turn: Turn
+    ) -> Turn:
         """The turn of a session without secrets. `key`: the session, and how many it has."""
         place = (*key, turn.index)
         found = self._turns.pop(place, None)
@@ -114,12 +117,16 @@ class _Read:
 
     secrets: SessionSecrets
     tokenizer: Tokenizer | None
+    created_at: float | None
+    """Another session may get the id of one that was deleted."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _next: int = 0
     _open: set[int] = field(default_factory=set)
     """Turns without an answer, which are read again."""
 
     async def go_on(self, browser: Browser, session_id: str) -> None:
+        if self._next == 0 and (summary := await browser.session(session_id)) is not None:
+            self.secrets.add_session(summary.session)
         while True:
             wanted = [*sorted(self._open), *range(self._next, self._next + TURNS)]
             turns = await browser.turns(session_id, wanted)
@@ -160,6 +167,7 @@ class _MaskedBrowser:
 
     async def _summary(self, summary: SessionSummary) -> SessionSummary:
         secrets = await self.secrets(summary.session.session_id)
+        secrets.add_session(summary.session)  # tags may be new
         return replace(summary, session=secrets.masked_session(summary.session))
 
     async def marks(self, session_ids: Sequence[str]) -> dict[str, list[Mark]]:
@@ -172,7 +180,8 @@ class _MaskedBrowser:
     async def turns(self, session_id: str, indexes: Sequence[int]) -> list[Turn]:
         secrets = await self.secrets(session_id)
         found = await self.browser.turns(session_id, indexes)
-        key = (self._run, session_id, len(secrets.known))
+        created_at = await self.browser.created_at(session_id)
+        key = (self._run, session_id, created_at, len(secrets.known))
         return await asyncio.to_thread(
             lambda: [self._masking.masked(key, secrets, turn) for turn in found]
         )

@@ -63,7 +63,9 @@ class SessionRequests:
         self._tokenizer = tokenizer
         self._people = people
         self._masking = masking
-        self._paths: OrderedDict[tuple[str, str, int, int], TurnTokens] = OrderedDict()
+        self._paths: OrderedDict[tuple[str, str, float | None, int, int], TurnTokens] = (
+            OrderedDict()
+        )
 
     @route(
         "GET",
@@ -215,7 +217,8 @@ class SessionRequests:
         index, named = turn_index(request), session_id(request)
         async with self._store(request) as browser:
             seen = await secrets_seen(browser, named)
-            key = (request.query.get("run", ""), named, index, seen)
+            created_at = await browser.created_at(named)
+            key = (request.query.get("run", ""), named, created_at, index, seen)
             if key in self._paths:
                 self._paths.move_to_end(key)
                 return self._paths[key]

@@ -13,7 +13,7 @@ import pytest
 
 from proxy.cli import main
 from proxy.extras.export.registry import FORMATS
-from proxy.records import Reward, Session, SessionKind, Turn
+from proxy.records import Origin, Reward, Session, SessionKind, Turn
 from proxy.records.binary import decode_record
 from tests.proxy.conftest import RunningProxy
 
@@ -140,3 +140,26 @@ async def test_wrong_arguments_are_refused(
     monkeypatch.chdir(tmp_path)
     assert await run(tmp_path, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+async def test_secrets_of_a_session_itself_are_masked_wherever_they_stand(
+    proxy: RunningProxy, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of its metadata, and of what a branch begins with. An id of many bytes is no obstacle."""
+    name = "a/" * 100 + "end"
+    session = await proxy.session(trial_id=name, metadata={"db_password": "x7!kPq2zz"})
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Use x7!kPq2zz."}]
+    proxy.answers("I use x7!kPq2zz.")
+    await proxy.post(session, CHAT, {"messages": messages})
+    origin = Origin(name, 1, system="Write to ann@corp.com", answer="To ann@corp.com.")
+    await proxy.control.branch(origin, "branch")
+    for form, out in (("messages", tmp_path / "rows.jsonl"), ("records", tmp_path / "records")):
+        arguments = ["--format", form, "--model", str(checkpoint), "--out", str(out)]
+        assert await run(tmp_path, *arguments) == 0
+    files = [tmp_path / "rows.jsonl", *(tmp_path / "records").iterdir()]
+    assert len(files) == 3
+    records = {decode_record(file.read_bytes())[0].session_id: file for file in files[1:]}
+    assert set(records) == {name, "branch"}
+    for file in (files[0], records[name]):
+        assert b"kPq2" not in file.read_bytes()
+    assert not any(b"ann@" in file.read_bytes() for file in files)

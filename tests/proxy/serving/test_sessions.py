@@ -218,3 +218,22 @@ async def test_id_of_a_removed_session_can_be_used_again(
     assert await call(proxy, f"/v1/{CHAT}", **{"x-api-key": old.api_key}) == 401
     assert await call(proxy, f"/v1/{CHAT}", **{"x-api-key": new.api_key}) == 200
     await store.close()
+
+
+async def test_removed_session_is_forgotten_by_a_proxy_that_served_it(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    """By retention, or by a command that deletes from the store."""
+    store = SqliteStore(tmp_path / "removed.db")
+    proxy = await start_proxy(store=store, sessions={"auto_create": True})
+    path = f"/work/v1/{CHAT}"
+    assert await call(proxy, path) == 200
+    await proxy.control.complete("work")
+    assert await call(proxy, path) == 409
+    assert await store.remove_ended(time.time() + 1, 10) == 1
+    assert await call(proxy, path) == 200
+    await proxy.control.complete("work")
+    await store.delete_session("work")
+    await proxy.session(trial_id="work")
+    assert not await proxy.control.wait_completed("work", timeout_s=0.05)
+    await store.close()

@@ -382,6 +382,15 @@ async def test_metadata_are_replaced_only_if_nobody_changed_them(store: Store) -
     assert session.metadata == {"task": "ü", "topic": "tests"}
 
 
+async def test_a_tag_removes_no_other_empty_value(store: Store) -> None:
+    metadata = {"branch": "", "n": 0, "old": "x"}
+    await store.create_session(a_session(metadata=metadata))
+    await keep(store, "task/7-a", tags={"topic": "x", "old": ""})
+    session = await store.get_session("task/7-a")
+    assert session is not None
+    assert session.metadata == {"branch": "", "n": 0, "topic": "x"}
+
+
 async def test_people_tag_a_session_at_once_and_no_tag_is_lost(store: Store) -> None:
     await store.create_session(a_session())
     await asyncio.gather(*(keep(store, "task/7-a", tags={f"tag{n}": "yes"}) for n in range(8)))

@@ -13,6 +13,7 @@ from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.outcome import Attempt, build_rollout
 from proxy.records import Reward
 from tests.agent_loop.recorded import turn
+from trainer import fit
 from trainer.algorithms import Algorithm, AlgorithmConfig
 from trainer.batch import build_batch
 from trainer.learning.policy_parts import parts_of
@@ -137,6 +138,17 @@ def has_signal(group: Sequence[Rollout], name: str) -> bool:
     config = AlgorithmConfig.model_validate({"advantage": name, "groups": "with_signal"})
     batch = build_batch([Group("g", TASK, group)])
     return len(Algorithm(config).trained_sequences(batch)) == len(batch.sequences)
+
+
+@pytest.mark.parametrize("groups", ["all", "with_signal"])
+@pytest.mark.parametrize("name", ["reinforce++", "accepted"])
+def test_advantages_that_are_not_trained_are_no_signal(name: str, groups: str) -> None:
+    """Each task was always solved or never, which tells tasks apart, and answers of none."""
+    config = AlgorithmConfig.model_validate({"advantage": name, "groups": groups})
+    solved = [Group("a", TASK, [trial("a1", [0.0], 1.0), trial("a2", [0.0], 1.0)])]
+    never = [Group("b", TASK, [trial("b1", [0.0], 0.0), trial("b2", [0.0], 0.0)])]
+    metrics = Algorithm(config).compute_advantages(build_batch([*solved, *never]))
+    assert fit.has_signal(metrics) is (groups == "all")
 
 
 def test_reward_of_a_trial_counts_beside_those_of_its_turns() -> None:

@@ -30,6 +30,7 @@ from proxy.records import SessionKind, Turn, TurnStatus
 from proxy.run_files.files import read_jsonl
 from proxy.store import open_store
 from proxy.store.protocol import SessionFilter, Store
+from trainer.checkpoint import Checkpoints
 from trainer.commands.runs import reporting
 from trainer.extras.ledger.evidence import named_hash
 from trainer.extras.ledger.ledger import (
@@ -56,7 +57,7 @@ async def _audit(path: Path) -> int:
     folder = RunFolder.open(path)
     lines = read_lines(folder.ledger)
     audit = Audit(folder, list(steps_in(lines)))
-    audit.files(lines[0])
+    audit.files(lines)
     store = await open_store(str(folder.sessions), create=False)
     try:
         await audit.sessions(store)
@@ -75,7 +76,7 @@ async def _audit(path: Path) -> int:
 
 @dataclass
 class Audit:
-    """Example: audit = Audit(folder, lines); audit.files(first); await audit.sessions(store)"""
+    """Example: audit = Audit(folder, steps); audit.files(lines); await audit.sessions(store)"""
 
     folder: RunFolder
     steps: Sequence[Line]
@@ -85,17 +86,17 @@ class Audit:
     count: int = 0
     """Number of sessions."""
 
-    def files(self, first: Line) -> None:
+    def files(self, lines: Sequence[Line]) -> None:
         """Checks the files that the ledger names, and the checkpoints."""
-        if _hash(self.folder.config) != first["config"]:
-            self._problem("config.yaml is not the file that the run began with")
+        if _hash(self.folder.config) != [line["config"] for line in lines if "config" in line][-1]:
+            self._problem("config.yaml is not the file that the run began with, or went on with")
         for line in self.steps:
             file = batch_file(self.folder.batches, line["step"])
             if not file.is_file() or _hash(file) != line["batch"]:
                 self._problem(f"step {line['step']}: {file.name} is missing or was changed")
         weights = {line["step"]: line["policies"] for line in self.steps}
-        for path in sorted(self.folder.checkpoints.glob("step-*/model/model.safetensors")):
-            said = weights.get(int(path.parent.parent.name[5:]), {})
+        for saved in Checkpoints(self.folder.checkpoints, keep_last=1).all():
+            path, said = saved.path / "model" / "model.safetensors", weights.get(saved.step, {})
             if list(said) == [""] and _weights(path) not in (None, said[""]["weights"]):
                 self._problem(f"{path}: has not the weights of its step")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,16 +45,22 @@ async def _forget(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out or run.with_name(f"{run.resolve().name}-without-{session}")
     folder = RunFolder.create(out)
     shutil.copyfile(record.folder.config, folder.config)
-    for step in range(1, start + 1):  # so that the new folder replays from its beginning
-        _copy(record, folder, step)
+    for step in record.lines:  # so that the new folder replays from its beginning
+        if step <= start:
+            _copy(record, folder, step)
     about = {"forgets": session, "of": record.head}
     ledger = Ledger(folder, record.config.model.path, about, record.lines_until(start))
+    _note_forgotten(ledger, (step for step in sorted(record.forgotten) if step <= start))
     async with replayed(record, start) as trainer:
         done = None
+        written = start
         async for step, groups, done in trainer.steps(
             record.last, lambda groups: without(groups, session)
         ):
+            _note_forgotten(ledger, range(written + 1, step))
             ledger.write(step, groups, done.evidence)
+            written = step
+        _note_forgotten(ledger, range(written + 1, record.last + 1))
         checkpoints = Checkpoints(folder.checkpoints.absolute(), keep_last=1)
         await trainer.rank_zero.ask(Save(checkpoints, {}, best=False))
     ledger.close()
@@ -65,6 +71,12 @@ async def _forget(arguments: argparse.Namespace) -> int:
             print(f"{name} {value}".strip())
     print(f"{folder.path}: {folder.checkpoints.name}, {folder.ledger.name}")
     return 0
+
+
+def _note_forgotten(ledger: Ledger, steps: Iterable[int]) -> None:
+    """Of these steps nothing is left to train."""
+    for step in steps:
+        ledger.note(step=step, forgotten=True)
 
 
 def without(groups: Sequence[Group], session: str) -> list[Group]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent_loop.records import Group
-from trainer.checkpoint import Saved
+from trainer.checkpoint import Checkpoints, Saved
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 from trainer.extras.ledger.ledger import (
@@ -34,6 +34,10 @@ class Record:
     """The ledger's first line."""
     head: str
     """The hash of the ledger's last line."""
+    changed_at: int = 0
+    """The last step after which the run went on with another configuration."""
+    forgotten: frozenset[int] = frozenset()
+    """Steps of which nothing was left to train."""
 
     @classmethod
     def open(cls, path: Path, words: Sequence[str] = ()) -> Record:
@@ -50,7 +54,11 @@ class Record:
         steps = {int(line["step"]): line for line in steps_in(lines)}
         if not steps:
             raise LedgerError(f"{folder.ledger}: has no step")
-        return cls(folder, config, steps, lines[0], lines[-1]["hash"])
+        configs = [(int(line["step"]), line["config"]) for line in lines if "config" in line]
+        changed_at = max((at for at, each in configs if each != configs[0][1]), default=0)
+        forgotten = frozenset(int(line["step"]) for line in lines if line.get("forgotten"))
+        head = lines[-1]["hash"]
+        return cls(folder, config, steps, lines[0], head, changed_at, forgotten)
 
     @property
     def last(self) -> int:
@@ -69,8 +77,7 @@ class Record:
     @property
     def saved(self) -> Mapping[int, Saved]:
         """The run's checkpoints, by step."""
-        folder = self.folder.checkpoints.absolute()
-        found = [Saved(path, int(path.name[5:])) for path in folder.glob("step-*")]
+        found = Checkpoints(self.folder.checkpoints.absolute(), keep_last=1).all()
         return {each.step: each for each in found}
 
     def checkpoint(self, step: int) -> int:

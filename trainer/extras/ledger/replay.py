@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from trainer.cluster.device_plan import fitted, gpus_here
 from trainer.cluster.local import local_trainer
 from trainer.cluster.rank_zero import RankZero, Restore
 from trainer.commands.runs import reporting
+from trainer.errors import ConfigError
 from trainer.extras.ledger.ledger import (
     LedgerError,
     Line,
@@ -32,6 +34,7 @@ from trainer.extras.ledger.ledger import (
 from trainer.extras.ledger.record import Record
 from trainer.extras.ledger.resample import SamplingEngine, sampling_engine
 from trainer.fit import StepResult, TrainOn
+from trainer.learning.policies import Learners
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
 from trainer.run.token_log import TokenColumns
@@ -50,6 +53,13 @@ async def _replay(arguments: argparse.Namespace) -> int:
     record = Record.open(arguments.run, arguments.words)
     start = record.checkpoint(arguments.start)
     last = arguments.last or record.last
+    if start < record.changed_at < last or (start < record.changed_at and not arguments.words):
+        at = record.changed_at
+        raise ConfigError(
+            f"{record.folder.path}: the run went on with another configuration after step {at}: "
+            f"replay what follows by --from {at}, and what was before by --to {at} and the keys "
+            "that it had, such as trainer.steps=24"
+        )
     if arguments.engines:
         async with sampling_engine(record) as engine:
             return await _computed(record, start, last, engine)
@@ -72,6 +82,18 @@ async def _computed(
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class PassOver:
+    """A step that trains nothing, after which the next ones have the numbers and versions that they
+    had in the run."""
+
+    def on(self, learners: Learners) -> None:
+        for learner in learners.trained.values():
+            learner.step += 1
+            learner.version += 1
+        learners.step_ended()
+
+
 class Replaying:
     """A trainer that computes recorded steps."""
 
@@ -87,15 +109,20 @@ class Replaying:
         before: Callable[[int, list[Group]], Awaitable[None]] | None = None,
     ) -> AsyncIterator[tuple[int, Sequence[Group], StepResult]]:
         """Trains on each step up to `last`; yields its number, its groups and what it did. `change`
-        may leave rollouts out; a step without groups is left out. `before` is called before each
-        step."""
+        may leave rollouts out; a step without groups is passed over, as one of which an earlier
+        change left none. `before` is called before each other step."""
         while self._step < last:
             self._step += 1
+            if self._step in self.record.forgotten:
+                await self.rank_zero.ask(PassOver())
+                continue
             if before is not None:
                 await before(self._step, self.record.groups(self._step))
             if groups := change(self.record.groups(self._step)):
                 train = TrainOn(groups, keep_tokens=True, keep_evidence=True)
                 yield self._step, groups, await self.rank_zero.ask(train)
+            else:
+                await self.rank_zero.ask(PassOver())
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ from agent_loop.extras.swarm.wire import TrainerHello
 from proxy.records.binary import decode_record
 from tests.agent_loop.extras.swarm.conftest import TOKEN, RunningSwarm, StartSwarm
 from tests.proxy.conftest import ADMIN_KEY
+from trainer.batch import trained_batch
 
 ONE: dict[str, Any] = {"groups": 1, "group_size": 2}
 
@@ -443,8 +444,9 @@ async def test_versions_of_an_earlier_trainer_count_as_older(
     await producer.close()
     old, new = group.rollouts
     assert old.trainable
-    assert old.oldest_version == -1
+    assert old.oldest_version == -2  # -1 is of no version
     assert new.oldest_version == 0
+    assert trained_batch([group]).num_rollouts == 2
 
 
 async def test_two_clients_can_start_the_engine_at_the_same_time(

@@ -615,3 +615,24 @@ def test_admin_key_is_only_what_is_configured() -> None:
     from proxy.admin_key import AdminKeys
 
     assert not AdminKeys(ListenConfig()).accepts("")
+
+
+async def test_an_id_that_is_used_again_shows_nothing_of_the_session_before(
+    proxy: RunningProxy, reader: Reader
+) -> None:
+    said = {"FIRST": "hello", "SECOND": "export DB_PASSWORD=x7!kPq2zz"}
+    for answer_, task in said.items():
+        session = await proxy.session(trial_id="again")
+        proxy.answers(f"{answer_}: I log in with x7!kPq2zz now")
+        messages = [{"role": "user", "content": task}]
+        assert (await proxy.post(session, "chat/completions", {"messages": messages}))[0] == 200
+        await reader.get("sessions")
+        turns = orjson.dumps(await reader.get("turns", session="again", turns="0")).decode()
+        tokens = orjson.dumps(await reader.get("tokens", session="again", turn="0")).decode()
+        found = orjson.dumps(await reader.get("search", text="log in")).decode()
+        assert answer_ in turns
+        assert answer_ in "".join(orjson.loads(tokens)["texts"])
+        if answer_ == "SECOND":
+            assert "FIRST" not in turns + tokens
+            assert "kPq2" not in turns + found
+        await proxy.control.delete("again")

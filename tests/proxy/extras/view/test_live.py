@@ -13,6 +13,7 @@ import pytest
 from aiohttp import ClientResponse, ClientSession, web
 from aiohttp.test_utils import TestServer
 
+from proxy.client import ProxyClient
 from proxy.extras.view import live
 from proxy.extras.view.answers import StateJson
 from proxy.extras.view.live import LiveFeed
@@ -81,3 +82,30 @@ async def test_reader_whose_key_is_revoked_is_cut_off_while_there_is_news(
         assert sent < 20
     finally:
         await store.close()
+
+
+async def test_a_program_that_watches_ends_with_the_stream(tmp_path: Path) -> None:
+    """The last news have a position, too, from which it goes on with the next proxy."""
+    store = await open_store(f"sqlite:///{tmp_path / 'store.db'}")
+    feed = LiveFeed(lambda: store.browser, lambda _: cast("StateJson", {}))
+
+    async def follow(request: web.Request) -> web.StreamResponse:
+        return await feed.stream(request, EVERYTHING, allowed)
+
+    app = web.Application()
+    app.router.add_get("/view/live", follow)
+    seen = []
+    try:
+        async with (
+            asyncio.timeout(60),
+            TestServer(app) as server,
+            ProxyClient(str(server.make_url("")), "key") as client,
+        ):
+            async for happening in client.watch():
+                seen.append(happening)
+                if happening.state is not None:
+                    feed.close()
+    finally:
+        await store.close()
+    assert [each.state is None for each in seen] == [True, False, True, False]
+    assert all(each.position for each in seen)

@@ -17,6 +17,7 @@ import pytest
 from agent_loop.producers.rollout_format import decode_group, encode_group
 from agent_loop.records import Group, Segment
 from tests.trainer.extras.ledger.recorded_run import (
+    GROUPS,
     SAVED,
     SIZE,
     STEPS,
@@ -25,7 +26,9 @@ from tests.trainer.extras.ledger.recorded_run import (
     made,
 )
 from trainer.cli import main
+from trainer.extras.ledger.ledger import Ledger
 from trainer.extras.ledger.prompts import differences, form
+from trainer.run.folder import RunFolder
 
 Change = Callable[[list[Group]], None]
 
@@ -187,6 +190,42 @@ def test_forget_has_the_weights_of_a_run_without_the_session(
     ]
     assert session not in trials
     assert len(trials) == STEPS * 2 * SIZE - 1
+
+
+def test_audit_and_replay_of_a_run_that_went_on_with_another_configuration(
+    run: Recorded, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.open(copy)
+    written = folder.config.read_text(encoding="utf-8")
+    folder.config.write_text(written.replace(f"steps: {STEPS}", "steps: 9"), encoding="utf-8")
+    Ledger(folder, run.config.model.path).close()
+    (copy / "checkpoints" / f"step-{SAVED:06d}-mine").mkdir()
+    assert main(["audit", str(copy)]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(copy)]) == 2
+    said = capsys.readouterr().err
+    assert f"another configuration after step {STEPS}" in said
+    assert f"--to {STEPS}" in said
+    assert main(["replay", str(copy), f"trainer.steps={STEPS}"]) == 0
+
+
+def test_step_of_which_nothing_is_left_is_passed_over(
+    run: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forgotten one after the other, until the second step has no trial."""
+    before, numbers = run.folder.path, range(GROUPS * SIZE)
+    names = [f"task-{SAVED}-{number // SIZE}-{number % SIZE}" for number in numbers]
+    for session in names:
+        out = tmp_path / session
+        assert main(["forget", str(before), session, "--out", str(out)]) == 0
+        before = out
+    capsys.readouterr()
+    assert main(["replay", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "step 1: equal" in said
+    assert "step 2" not in said
+    assert "step 3: equal" in said
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000003"]
 
 
 def test_gradients_do_not_depend_on_threads(tiny_model: Path, tmp_path: Path) -> None:
