@@ -54,7 +54,8 @@ async def chat_completion(
     """The text of the answer. `base_url` ends with `/v1`.
 
     Raises:
-        ChatError: no answer in time, an error of the server, or another answer than a completion.
+        ChatError: no answer in time, an error of the server, an answer that was cut off, or another
+            one than a completion.
     """
     url = f"{base_url}/chat/completions"
     timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -65,7 +66,10 @@ async def chat_completion(
             raw = await response.read()
             if response.status != HTTP_OK:
                 raise ChatError(f"{url} answered {response.status}: {raw[:200]!r}")
-            return str(orjson.loads(raw)["choices"][0]["message"]["content"])
+            choice = orjson.loads(raw)["choices"][0]
+            if choice.get("finish_reason") == "length":
+                raise ChatError(f"{url}: the answer was cut off at max_tokens")
+            return str(choice["message"]["content"])
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ChatError(f"{url} did not answer: {error!r}") from error
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:

@@ -304,7 +304,8 @@ def _own_root(files: Files, as_root: bool) -> None:
     plan = _plan(files)
     # Before anything is mounted: what is mounted later could cover a source.
     trees = [(each, -1 if each.source is None else _tree(each)) for each in plan]
-    links = [link for each in (*SYSTEM, *files.show) for link in _links(each)]
+    own = (place for _, place in (*files.keep, *files.read_only))
+    links = [link for each in (*SYSTEM, *files.show, *own) for link in _links(each)]
     home = "/proc"  # any folder that exists; the new root stands here until it is the root
     _mount("wall", home, "tmpfs", MS_NOSUID, "mode=0755,size=4m")
     for each, tree in trees:

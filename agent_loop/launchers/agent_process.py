@@ -6,6 +6,8 @@ the key of its own session and no other key.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -20,11 +22,15 @@ from agent_loop.processes.environment import (
     expand,
     inherited_environment,
 )
+from agent_loop.processes.functions import RETURNED_BYTES
 from agent_loop.processes.host import Ended, Job, ProcessConfig, ProcessHost, own_folders
 from agent_loop.processes.readable import own_python, readable
+from agent_loop.processes.seals import SEAL_CHARS, new_seal, open_sealed
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
 from proxy import wall
 from proxy.machine.direct_hosts import with_direct_hosts
+
+_log = logging.getLogger(__name__)
 
 PROMPT_BYTES = 128_000
 """Maximum size of TASK_PROMPT, because Linux allows 131,072 bytes per environment string; a longer
@@ -112,8 +118,19 @@ async def call_agent(
     """
     result = trial.directory / "returned.json"
     result.touch()  # it is visible as itself, so the agent cannot replace it by a link
-    call = {"argument": argument, "result": str(result.absolute())}
-    return await run_agent(host, trial, settings, process, call=call, visible=(result,)), result
+    seal = new_seal()
+    call = {"argument": argument, "result": str(result.absolute()), "seal": seal}
+    ended = await run_agent(host, trial, settings, process, call=call, visible=(result,))
+    await asyncio.to_thread(_open_returned, result, seal, trial)
+    return ended, result
+
+
+def _open_returned(result: Path, seal: str, trial: Trial) -> None:
+    size = result.stat().st_size
+    if size > RETURNED_BYTES + SEAL_CHARS:
+        return  # whoever reads it refuses it
+    if not open_sealed(result, seal) and size:
+        _log.warning("trial %s: what was returned is not what its function wrote", trial.trial_id)
 
 
 def agent_environment(

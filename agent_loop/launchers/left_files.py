@@ -10,20 +10,22 @@ judge that executes files of the working directory still executes what the agent
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from agent_loop.errors import RewardError
 from proxy.wall import SYSTEM
 
 CONFIGURATION = frozenset(
     [
-        *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini"),
+        *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini"),
         *("sitecustomize.py", "usercustomize.py"),
         *(".npmrc", ".yarnrc", ".yarnrc.yml", ".pnpmfile.cjs"),
     ]
@@ -32,6 +34,7 @@ CONFIGURATION = frozenset(
 settings, never the work."""
 TEST_CONFIGURATION = frozenset({"pyproject.toml", "setup.cfg"})
 """Also settings of pytest. They may be the work, so only for a judge that runs pytest."""
+_FULL = ("No space left on device", "Disk quota exceeded")
 _PATH_BYTES = 3500
 """Length of a path from which on a folder is not copied: system calls accept 4,095 bytes."""
 _GIT_KEYS = {
@@ -77,30 +80,37 @@ def copy_left(workspace: Path, seen_at: Path, kept: Path, to: Path, *, tests: bo
         check=False,
         env={**os.environ, "LC_ALL": "C"},
     )
-    # What the agent made unreadable is left out. A disk that is full is not its doing.
-    full = any(words in copied.stderr for words in ("No space left", "Disk quota"))
+    # What the agent made unreadable is left out. A disk that is full is not its doing; a name with
+    # these words is.
+    full = any(line.endswith(_FULL) for line in copied.stderr.splitlines())
     if copied.returncode != 0 and (full or not to.is_dir()):
         reason = copied.stderr.strip().splitlines()[-1:]
         raise RewardError(f"what the agent left cannot be copied: {''.join(reason)}")
     names = CONFIGURATION | (TEST_CONFIGURATION if tests else frozenset())
-    for path in _walk(to):
+    _open(to)
+    if _is_repository(to):
+        _clean_repository(to)
+    for path in _walk(to, opens=True):
         mode = path.lstat().st_mode
-        if stat.S_ISLNK(mode):
-            if not _leads_inside(path, to, (workspace, seen_at)):
-                path.unlink()
-        elif stat.S_ISDIR(mode):
-            if (path / "HEAD").is_file() and (path / "objects").is_dir():
+        if stat.S_ISDIR(mode):
+            if _is_repository(path):
                 _clean_repository(path)
-        elif not stat.S_ISREG(mode):
+            continue
+        is_link = stat.S_ISLNK(mode)
+        stays = stat.S_ISREG(mode) or (is_link and _leads_inside(path, to, (workspace, seen_at)))
+        if path.name == ".git" and not os.path.isdir(path):
+            stays = False
+        if not stays or path.name in names:  # a link is as good as a file
             path.unlink()
-        elif mode & (stat.S_ISUID | stat.S_ISGID):
+        elif not is_link and mode & (stat.S_ISUID | stat.S_ISGID):
             path.chmod(stat.S_IMODE(mode) & ~(stat.S_ISUID | stat.S_ISGID))
-        if (path.name in names and path.is_file()) or (path.name == ".git" and path.is_file()):
-            path.unlink()
+    inside = to.resolve()
     for file in _walk(kept) if kept.is_dir() else ():
         if file.name in names and file.is_file():
             place = to / file.relative_to(kept)
-            if place.parent.is_dir() and not place.exists():
+            # A folder on the way may be a link now, and lead out of the copy.
+            is_inside = place.parent.is_dir() and place.parent.resolve().is_relative_to(inside)
+            if is_inside and not os.path.lexists(place):
                 shutil.copy2(file, place)
 
 
@@ -108,14 +118,33 @@ def remove_folder(folder: Path) -> None:
     """Removes what it can, and ignores errors. An agent can nest folders deeper than Python
     recurses, for example by copying a folder into itself."""
     try:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, onerror=_remove_opened)
     except RecursionError:
         subprocess.run(["rm", "-rf", "--", str(folder.absolute())], stderr=subprocess.DEVNULL)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _remove_opened(remove: Callable[..., Any], path: str, _error: Any) -> None:
+    """Once more, with the rights to what an agent has locked; what then fails is left."""
+    with contextlib.suppress(OSError):
+        _open(Path(path).parent)
+        _open(Path(path))
+        if remove in (os.unlink, os.rmdir):
+            remove(path)
+        else:  # it could not be read
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _open(folder: Path) -> None:
+    """Gives its owner all rights to a folder."""
+    with contextlib.suppress(OSError):
+        mode = folder.lstat().st_mode
+        if stat.S_ISDIR(mode) and mode & stat.S_IRWXU != stat.S_IRWXU:
+            folder.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
+
+
+def _walk(folder: Path, *, opens: bool = False) -> Iterator[Path]:
     """Everything below a folder, a folder before what is in it. Links are not followed; a folder
-    whose path is too long for the kernel is removed."""
+    whose path is too long for the kernel is removed. `opens`: folders are made readable."""
     pending = [folder]
     while pending:
         current = pending.pop()
@@ -124,6 +153,8 @@ def _walk(folder: Path) -> Iterator[Path]:
             continue
         for entry in sorted(os.scandir(current), key=lambda each: each.name):
             path = Path(entry.path)
+            if opens:
+                _open(path)
             yield path
             if entry.is_dir(follow_symlinks=False) and path.is_dir():
                 pending.append(path)
@@ -147,11 +178,20 @@ def _leads_inside(link: Path, folder: Path, own_paths: tuple[Path, ...]) -> bool
     return system or any(place.is_relative_to(each) for each in own_paths)
 
 
+def _is_repository(folder: Path) -> bool:
+    """Whether Git may take the folder for a repository. Its HEAD may be a link to nowhere."""
+    if folder.name == ".git":
+        return True
+    parts = (os.path.lexists(folder / name) for name in ("objects", "refs", "commondir"))
+    return os.path.lexists(folder / "HEAD") and any(parts)
+
+
 def _clean_repository(folder: Path) -> None:
-    """Removes the hooks of a Git repository, and the settings that could name a program."""
+    """Removes the hooks of a Git repository, and the settings that could name a program, also in
+    another folder (`commondir`)."""
     remove_folder(folder / "hooks")
-    for name in ("hooks", "config.worktree"):
-        if (folder / name).is_symlink() or (folder / name).is_file():
+    for name in ("hooks", "config.worktree", "commondir"):
+        if os.path.lexists(folder / name):
             (folder / name).unlink()
     settings = folder / "config"
     if settings.is_symlink():

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.processes.job_server import Body, Job, refusing, serve
+from agent_loop.processes.seals import sealed
 
 
 def main() -> None:
@@ -74,7 +75,8 @@ def _call(
         result = function(_typed(argument, job["call"]["argument"]))
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        Path(job["call"]["result"]).write_text(json.dumps(result), encoding="utf-8")
+        text = sealed(json.dumps(result), job["call"].get("seal"))
+        Path(job["call"]["result"]).write_text(text, encoding="utf-8")
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -25,6 +25,21 @@ from proxy import wall
 
 _PYTHON = re.compile(r"python[\d.]*")
 _PYTEST = re.compile(r"py\.?test")
+_RUNS_TEXT = re.compile(r"-[A-Za-z]*[mc]")
+"""An option of Python after which a module or a text runs, whose folder is the working one."""
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_SCRIPT_BYTES = 1 << 20
+_SAFE = {
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONSAFEPATH": "1",
+    "GIT_CONFIG_COUNT": "2",
+    "GIT_CONFIG_KEY_0": "core.fsmonitor",
+    "GIT_CONFIG_VALUE_0": "false",
+    "GIT_CONFIG_KEY_1": "core.hooksPath",
+    "GIT_CONFIG_VALUE_1": os.devnull,
+}
+"""Python, however deep it is started, takes no module from the working directory, and Git runs no
+program that a repository names."""
 _OWN_PATHS = ("PATH", "PYTHONPATH", "NODE_PATH", "LD_LIBRARY_PATH")
 """Lists of folders, in which a relative or an empty entry is the working directory."""
 
@@ -54,7 +69,7 @@ async def judge(
         return await host.run(job)
     folder = trial.directory / f"{name}.files"
     try:
-        await run_to_end(_make, trial, folder, any(_PYTEST.search(word) for word in job.argv))
+        await run_to_end(_make, trial, folder, _runs_pytest(job, trial, files))
         return await host.run(_behind_wall(job, trial, folder, files, named or {}))
     finally:
         await run_to_end(remove_folder, folder)
@@ -74,10 +89,11 @@ def _behind_wall(
     job: Job, trial: Trial, folder: Path, files: Sequence[Path], named: Mapping[str, str]
 ) -> Job:
     assert trial.wall is not None
-    env = _without_relative(behind_wall(job.env) | dict(named)) | {"PYTHONNOUSERSITE": "1"}
-    own = trial.directory.absolute()  # what the agent wrote there names nothing that is shown
-    named_files = [Path(os.path.normpath(word)) for word in job.argv if os.path.isabs(word)]
-    scripts = [each for each in named_files if each.is_file() and not each.is_relative_to(own)]
+    scripts = _scripts(job, trial)
+    env = _SAFE | _without_relative(behind_wall(job.env) | dict(named))
+    # A script imports what lies beside it.
+    places = [*dict.fromkeys(str(each.parent) for each in scripts), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     declared = [each for file in (*scripts, *files) for each in imported(file)]
     shown = readable(job.argv, env, named, trial.directory)
     if env.get(GPUS) != "":
@@ -97,11 +113,34 @@ def _behind_wall(
     )
 
 
+def _scripts(job: Job, trial: Trial) -> list[Path]:
+    """The files that the command line names. What the agent wrote names nothing that is shown."""
+    own = trial.directory.absolute()
+    named = [Path(os.path.normpath(word)) for word in job.argv if os.path.isabs(word)]
+    return [each for each in named if each.is_file() and not each.is_relative_to(own)]
+
+
+def _runs_pytest(job: Job, trial: Trial, files: Sequence[Path]) -> bool:
+    """Whether the command line, or a file of the judge, names pytest."""
+    if any(_PYTEST.search(word) for word in job.argv):
+        return True
+    own = (each for each in (*_scripts(job, trial), *files) if each.is_file())
+    short = (each for each in own if each.stat().st_size <= _SCRIPT_BYTES)
+    return any(_PYTEST.search(each.read_text("utf-8", errors="replace")) for each in short)
+
+
 def _isolated(argv: Sequence[str]) -> list[str]:
     """The command with Python's option for a module path without the working directory. A script's
     own folder stays on the path: it is the judge's."""
-    if len(argv) > 1 and _PYTHON.fullmatch(Path(argv[0]).name) and argv[1] in ("-m", "-c"):
-        return [argv[0], "-P", *argv[1:]]
+    if argv and _PYTHON.fullmatch(Path(argv[0]).name):
+        words = iter(argv[1:])
+        for word in words:
+            if word in _WITH_VALUE:
+                next(words, None)
+            elif word == "-" or _RUNS_TEXT.match(word):
+                return [argv[0], "-P", *argv[1:]]
+            elif not word.startswith("-"):
+                break
     return list(argv)
 
 

@@ -60,7 +60,13 @@ def read_parquet(path: Path, source: str | None = None) -> list[Task]:
     except (OSError, pyarrow.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise TaskFileError(f"{path}: cannot read it as Parquet: {reason}") from None
-    return _tasks(path, enumerate(rows, start=1), source or path.stem)
+    try:  # programs get tasks as JSON
+        plain = [orjson.loads(orjson.dumps(row)) for row in rows]
+    except TypeError as error:
+        raise TaskFileError(
+            f"{path}: a row cannot be written as JSON ({error}); leave that column out"
+        ) from None
+    return _tasks(path, enumerate(plain, start=1), source or path.stem)
 
 
 def read_tasks(path: Path, source: str | None = None) -> list[Task]:

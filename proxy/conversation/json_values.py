@@ -8,6 +8,7 @@ double.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -46,6 +47,26 @@ def parsed_arguments(text: str) -> Any:
     ):
         return text
     return value
+
+
+def read_arguments(text: str) -> Any:
+    """The same, also of JSON with line breaks and tabs as they are in its strings, which models
+    write and which agents with a lenient parser read."""
+    value = parsed_arguments(text)
+    if value is not text or not _CONTROL.search(text) or len(text) > MAX_ARGUMENT_CHARS:
+        return value
+    try:
+        value = json.loads(text, strict=False, parse_constant=_refused)
+    except (ValueError, RecursionError):
+        return text
+    return text if is_deeper(value, MAX_ARGUMENT_DEPTH) else value
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def loads(data: str | bytes) -> Any:

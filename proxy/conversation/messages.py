@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from proxy.conversation.json_values import parsed_arguments
+from proxy.conversation.json_values import read_arguments
 from proxy.records import ImageSpan
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -84,7 +84,7 @@ def arguments_object(call: ToolCall) -> dict[str, Any]:
 
     Arguments that are not a JSON object are returned as `{"arguments": value}`.
     """
-    arguments = parsed_arguments(call.arguments)
+    arguments = read_arguments(call.arguments)
     return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 

@@ -41,12 +41,18 @@ class ReferringConversation:
 
         Raises RequestError (404) for a part that is not in the record.
         """
-        self.conversation.messages = normalised(
-            [
-                _part_of(answers.get(item.turn), item) if isinstance(item, AnswerPart) else item
-                for item in self.items
-            ]
-        )
+        messages: list[Message] = []
+        seen = set[tuple[int, str, int]]()
+        for item in self.items:
+            if not isinstance(item, AnswerPart):
+                messages.append(item)
+                continue
+            part = _part_of(answers.get(item.turn), item)
+            # Text on both sides of a call is two items of a stream, and one part of the answer.
+            if (key := (item.turn, item.part, item.call)) not in seen:
+                messages.append(part)
+            seen.add(key)
+        self.conversation.messages = normalised(messages)
 
 
 def unknown_item(item_id: str) -> RequestError:

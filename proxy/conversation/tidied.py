@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from proxy.conversation.json_values import canonical_json, parsed_arguments
+from proxy.conversation.json_values import canonical_json, parsed_arguments, read_arguments
 from proxy.conversation.messages import ToolCall
 
 Schema = Mapping[str, Any]
@@ -55,7 +55,7 @@ def tidied(
     """
     if sent.id != recorded.id:
         return None
-    given, kept = parsed_arguments(sent.arguments), parsed_arguments(recorded.arguments)
+    given, kept = parsed_arguments(sent.arguments), read_arguments(recorded.arguments)
     if sent.name != recorded.name:
         if sent.name in stand_ins and (given == {} or recorded.name in _texts(given)):
             return (f"quoted as a call of {sent.name}",)

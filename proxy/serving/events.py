@@ -112,11 +112,12 @@ class EventSender:
             following.set_exception(error)
             return
         if data:  # an empty chunk would end the response
+            self._sent_at = self._loop.time()
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def _unsent(self) -> bytes:
-        """The events of the pieces that were not sent."""
-        self._sent_at = self._loop.time()
+        """The events of the pieces that were not sent; empty if the dialect shows none of them, as
+        of reasoning that is hidden."""
         begun, end = self._sent, min(len(self._pieces), self._sent + MAX_JOINED)
         self._sent = end
         if end - begun == 1:
@@ -125,6 +126,9 @@ class EventSender:
 
     async def _write(self, data: bytes) -> None:
         data = await self._begun(data)
+        if not data:
+            return
+        self._sent_at = self._loop.time()
         async with read_in_time(self._request, self._limits.unread_s, len(data)):
             await self._request.writer.drain()
             await self._response.write(data)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from agent_loop.errors import TaskFileError
 from agent_loop.launchers.command import CommandConfig
 from agent_loop.launchers.registry import AgentConfig
 from agent_loop.records import Task
-from agent_loop.task_sources.files import read_jsonl, read_tasks
+from agent_loop.task_sources.files import read_jsonl, read_parquet, read_tasks
 from agent_loop.tasks import (
     DataConfig,
     Source,
@@ -118,6 +120,19 @@ def test_rows_of_a_parquet_file_are_tasks(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     assert read_tasks(path) == [Task("a", rows[0], "rows"), Task("b", rows[1], "rows")]
+
+
+def test_values_of_a_parquet_file_are_those_of_json_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    at = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
+    rows: list[dict[str, Any]] = [{"prompt": "x", "at": at}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    (task,) = read_parquet(path)
+    assert json.loads(json.dumps(dict(task.data)))["at"] == "2026-11-30T12:00:00+00:00"
+    rows = [{"prompt": "x", "picture": b"\x89PNG"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(TaskFileError, match=r"rows\.parquet: a row cannot be written as JSON"):
+        read_parquet(path)
 
 
 def test_file_that_is_not_parquet_is_refused_with_its_path(tmp_path: Path) -> None:

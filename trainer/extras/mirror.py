@@ -26,9 +26,12 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.run.folder import RunFolder
 
 KEY = "trainer.checkpoint_mirror"
-HISTORY = ("run.id", "summary.json", "metrics.jsonl", "phases.jsonl", "trials.jsonl", "config.yaml")
-"""Files of the run's folder that a copy has besides the checkpoint. The configuration is fetched
-last, because a folder without it is not that of a run."""
+HISTORY = (
+    *("run.id", "summary.json", "metrics.jsonl", "phases.jsonl", "trials.jsonl", "ledger.jsonl"),
+    "config.yaml",
+)
+"""Files of the run's folder that a copy has besides the checkpoint; not the batches of its ledger.
+The configuration is fetched last, because a folder without it is not that of a run."""
 
 
 class CheckpointMirror:

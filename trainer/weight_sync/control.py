@@ -276,11 +276,18 @@ class EngineControl:
             WeightSyncError: the engine has died, or has not answered in time.
         """
         deadline = time.monotonic() + self.timeout_s
-        while not select.select([connection.sock], [], [], HEALTH_INTERVAL_S)[0]:
+        while not is_readable(connection.sock.fileno(), HEALTH_INTERVAL_S):
             if (why := _death(engine, self._keys[engine])) is not None:
                 raise _died(engine, f"{method} {path} waited for it", why)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer within {self.timeout_s:g} s")
+
+
+def is_readable(fd: int, wait_s: float) -> bool:
+    """Whether something can be read within this time; of any descriptor, also above 1,024."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000 * wait_s))
 
 
 def _scored(ids: Sequence[int], answer: Mapping[str, Any]) -> list[float]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -34,7 +33,7 @@ from proxy.settings.late_section import load_extra
 from trainer.engine import Backend
 from trainer.errors import WeightSyncError
 from trainer.weight_sync.address import address_towards
-from trainer.weight_sync.control import HEALTH_INTERVAL_S, EngineControl
+from trainer.weight_sync.control import HEALTH_INTERVAL_S, EngineControl, is_readable
 from trainer.weight_sync.nccl_abort import abort
 from trainer.weight_sync.segment import Named, SegmentWriter, Written
 
@@ -105,7 +104,7 @@ class SharedMemoryTransport:
         lines, rest = list[dict[str, str]](), b""
         deadline = time.monotonic() + self._control.timeout_s
         while len(lines) < self._workers:
-            if not select.select([self.segment.reports], [], [], HEALTH_INTERVAL_S)[0]:
+            if not is_readable(self.segment.reports, HEALTH_INTERVAL_S):
                 self._control.check_alive()
                 if time.monotonic() > deadline:
                     raise WeightSyncError(

@@ -46,7 +46,12 @@ Its messages, in order:
 {criteria}
 End with one line of the form `Reward: <number>`, from {low:g} (failed) to {high:g} (perfect)."""
 
-_REWARD = re.compile(r"reward\s*[:=]\s*\**\s*([-+]?[\d.]*\d(?:e[-+]?\d+)?)", re.IGNORECASE)
+_REWARD = re.compile(r"reward\s*\**\s*[:=]", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"(?:[\s*_`<$(\[]|\\boxed\{)*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)(?!\d|,\d|\s*[/%])",
+    re.IGNORECASE,
+)
+"""A number, also in the marks that models put around it; not a part of another one."""
 
 
 class JudgeConfig(BearerKey, JudgeSection):
@@ -158,10 +163,11 @@ class Judge:
             raise RewardError(f"judge: {error}") from error
 
     def _parse(self, answer: str) -> float:
-        found = _REWARD.findall(answer)
-        if not found:
+        *_, last = [None, *_REWARD.finditer(answer)]
+        found = None if last is None else _NUMBER.match(answer, last.end())
+        if found is None:
             raise RewardError(f"judge: no `Reward: <number>` in its answer: …{answer[-80:]!r}")
-        value = number(found[-1], "judge")
+        value = number(found[1], "judge")
         low, high = self._settings.low, self._settings.high
         if not low <= value <= high:
             raise RewardError(f"judge: reward {value} is not between {low} and {high}")

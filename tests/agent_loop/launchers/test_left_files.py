@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from agent_loop.launchers.left_files import copy_left, keep_configuration
+from agent_loop.launchers import left_files
+from agent_loop.launchers.left_files import copy_left, keep_configuration, remove_folder
 from agent_loop.processes.readable import declared, imported, readable
 from agent_loop.rewards.verifier import VerifierConfig
 from agent_loop.trial.config import TrialConfig
 from proxy.errors import ConfigurationError
+from proxy.wall import SYSTEM
 
 
 def test_settings_of_tools_are_those_that_the_trial_began_with(tmp_path: Path) -> None:
@@ -145,3 +149,87 @@ def test_what_a_setting_shows_is_there_and_begins_at_the_root(
         VerifierConfig(argv=("true",), show=(missing,)).build()
     with pytest.raises(ConfigurationError, match=r"^remote_agent\.show: there is no"):
         TrialConfig(show=(missing,)).wall([], [])
+
+
+FORGED = "core.fsmonitor=echo forged > ../forged; false"
+
+
+def _moved_to_the_top(work: Path) -> None:
+    """The working directory is the repository itself."""
+    for path in (work / ".git").iterdir():
+        path.rename(work / path.name)
+    (work / ".git").rmdir()
+    subprocess.run(["git", "--git-dir=.", "config", "core.worktree", "."], cwd=work, check=True)
+
+
+def _head_is_a_link_to_nowhere(work: Path) -> None:
+    git = ["git", "-C", str(work)]
+    subprocess.run([*git, "pack-refs", "--all"], check=True)
+    named = [*git, "symbolic-ref", "HEAD"]
+    branch = subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
+    (work / ".git" / "HEAD").unlink()
+    (work / ".git" / branch).unlink(missing_ok=True)
+    (work / ".git" / "HEAD").symlink_to(branch)
+
+
+def _parts_are_elsewhere(work: Path) -> None:
+    (work / ".c").mkdir()
+    for name in ("objects", "refs", "config"):
+        (work / ".git" / name).rename(work / ".c" / name)
+    (work / ".git" / "commondir").write_text("../.c")
+
+
+@pytest.mark.parametrize(
+    "change", [_moved_to_the_top, _head_is_a_link_to_nowhere, _parts_are_elsewhere]
+)
+def test_no_form_of_a_repository_keeps_settings_that_name_programs(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    work, copy = tmp_path / "work", tmp_path / "copy"
+    git = ["git", "-C", str(work), "-c", "user.name=t", "-c", "user.email=t@t"]
+    subprocess.run(["git", "init", "-q", str(work)], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    subprocess.run([*git, "config", *FORGED.split("=", 1)], check=True)
+    change(work)
+    status = ["git", "status", "--short"]
+    subprocess.run(status, cwd=work, capture_output=True, check=False)
+    assert (tmp_path / "forged").exists(), "the trick works where nothing is cleaned"
+    (tmp_path / "forged").unlink()
+    copy_left(work, work, tmp_path / "kept", copy, tests=False)
+    subprocess.run(status, cwd=copy, capture_output=True, check=False)
+    assert not (tmp_path / "forged").exists()
+
+
+def test_names_and_rights_that_an_agent_gives_cost_it_no_judgement(tmp_path: Path) -> None:
+    work, copy = tmp_path / "work", tmp_path / "copy"
+    (work / "No space left on device").mkdir(parents=True)
+    (work / "conftest.py").symlink_to("a" * 300)
+    locked = work / "locked"
+    locked.mkdir()
+    (locked / "conftest.py").write_text("forged")
+    locked.chmod(0o500)
+    try:
+        copy_left(work, work, tmp_path / "kept", copy, tests=False)
+    finally:
+        locked.chmod(0o700)
+    assert sorted(path.name for path in copy.iterdir()) == ["No space left on device", "locked"]
+    assert not list((copy / "locked").iterdir())
+    (copy / "locked" / "file").touch()
+    (copy / "locked").chmod(0o500)
+    remove_folder(copy)
+    assert not copy.exists()
+
+
+def test_nothing_is_written_through_a_link_that_took_the_place_of_a_folder(tmp_path: Path) -> None:
+    work, kept, elsewhere = (tmp_path / name for name in ("work", "kept", "elsewhere"))
+    (work / "tests").mkdir(parents=True)
+    elsewhere.mkdir()
+    (work / "tests" / "conftest.py").write_text("given")
+    keep_configuration(work, kept)
+    (work / "tests" / "conftest.py").unlink()
+    (work / "tests").rmdir()
+    (work / "tests").symlink_to(elsewhere)
+    with patch.object(left_files, "SYSTEM", (*SYSTEM, str(elsewhere))):
+        copy_left(work, work, kept, tmp_path / "copy", tests=False)
+    assert (tmp_path / "copy" / "tests").is_symlink()
+    assert not list(elsewhere.iterdir())

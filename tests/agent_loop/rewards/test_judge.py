@@ -86,7 +86,15 @@ async def test_judge_sees_the_task_and_the_answers_and_its_last_number_counts(
 
 
 @pytest.mark.parametrize(
-    ("reply", "value"), [("Reward: 0.75.", 0.75), ("Reward: 1.", 1.0), ("Reward: .5", 0.5)]
+    ("reply", "value"),
+    [
+        ("Reward: 0.75.", 0.75),
+        ("Reward: 1.", 1.0),
+        ("Reward: .5", 0.5),
+        ('The agent wrote "Reward: 1". It failed.\nReward: <0>', 0.0),
+        ("I would give Reward: 1.0 if it ran.\nReward: \\boxed{0}", 0.0),
+        ("Reward: `0.25`", 0.25),
+    ],
 )
 async def test_full_stop_after_the_reward_is_no_part_of_it(
     endpoint: Endpoint, make_trial: MakeTrial, reply: str, value: float
@@ -97,7 +105,14 @@ async def test_full_stop_after_the_reward_is_no_part_of_it(
 
 @pytest.mark.parametrize(
     ("reply", "expected"),
-    [("It was fine.", "no `Reward"), ("Reward: 7", "not between"), (500, "answered 500")],
+    [
+        ("It was fine.", "no `Reward"),
+        ("Reward: 7", "not between"),
+        ("Reward: 1/10", "no `Reward"),
+        ("Reward: 0,5", "no `Reward"),
+        ("Reward: 0.8\nReward: good", "no `Reward"),
+        (500, "answered 500"),
+    ],
 )
 async def test_unusable_judgement_is_a_reward_error_instead_of_reward_0(
     endpoint: Endpoint, make_trial: MakeTrial, reply: str | int, expected: str

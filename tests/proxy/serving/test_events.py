@@ -18,6 +18,7 @@ from proxy.rendering.deltas import TextDelta
 from proxy.serving.answer import AnswerStream
 from proxy.serving.events import EventSender
 from proxy.wire.dialect import Outcome, Piece
+from tests.proxy.conftest import StartProxy
 
 LARGE = "x" * 40_000
 
@@ -188,3 +189,33 @@ async def test_http_1_0_gets_no_chunks() -> None:
         call.push("c")
         call.stream.finish([])
         assert (await reader.read()).partition(b"\r\n\r\n")[2] == b"[abc]"
+
+
+@pytest.mark.parametrize(
+    ("route", "tool"),
+    [
+        ("responses", {"type": "custom", "name": "apply_patch"}),
+        ("chat/completions", {"type": "custom", "custom": {"name": "apply_patch"}}),
+    ],
+)
+async def test_a_stream_is_kept_alive_while_its_dialect_shows_nothing_of_what_is_sampled(
+    route: str, tool: dict[str, Any], start_proxy: StartProxy
+) -> None:
+    """A free-form call is sent when it is whole."""
+    proxy = await start_proxy(limits={"keep_alive_s": 0.1})
+    proxy.engine.token_delay_s = 0.02
+    session = await proxy.session()
+    words = "hm x " * 25
+    proxy.answers(
+        f'<tool_call>\n{{"name": "apply_patch", "arguments": {{"input": "{words}"}}}}\n</tool_call>'
+    )
+    asked = {"messages": [{"role": "user", "content": "Go."}], "input": "Go."}
+    body = {"model": "m", "stream": True, "tools": [tool], **asked}
+    body.pop("input" if route.startswith("chat") else "messages")
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    url = f"{session.base_url}/{route}"
+    async with proxy.http.post(url, json=body, headers=headers) as response:
+        assert response.status == 200
+        sent = await response.read()
+    assert sent.count(b": keep-alive") >= 5
+    assert b"hm x" in sent

@@ -59,6 +59,7 @@ def folder(tmp_path: Path) -> RunFolder:
     run = RunFolder.create(tmp_path / "run")
     run.config.write_text("a: 1\n")
     run.metrics.write_text('{"step": 1}\n')
+    run.ledger.write_text('{"step": 0}\n')
     return run
 
 
@@ -91,6 +92,7 @@ def test_copy_continues_the_run_on_an_empty_disk(
         assert (fetched.path / name).read_bytes() == (saved.path / name).read_bytes()
     assert sorted(path.name for path in fetched.path.iterdir()) == ["run.json", "state"]
     assert empty.metrics.read_text() == '{"step": 1}\n'
+    assert empty.ledger.read_text() == '{"step": 0}\n'
     assert empty.run_id == folder.run_id
     assert not (empty.path / ".mirrored").exists()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import resource
 import threading
 import time
 
@@ -9,7 +12,7 @@ import pytest
 
 from tests.trainer.fake_engine import fake_engine
 from trainer.errors import WeightSyncError
-from trainer.weight_sync.control import EngineControl
+from trainer.weight_sync.control import EngineControl, is_readable
 
 
 def with_key(url: str) -> str:
@@ -98,3 +101,20 @@ def test_features_of_images_are_forgotten_if_the_tower_is_trained() -> None:
         control.reset_caches(tower=True)
         control.close()
     assert engine.calls == ["/reset_prefix_cache", "/reset_encoder_cache"]
+
+
+def test_an_answer_is_awaited_on_any_descriptor() -> None:
+    """`select` knows those below 1,024 alone, and a trainer has two pipes for each agent."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    reads, writes = os.pipe()
+    high = fcntl.fcntl(reads, fcntl.F_DUPFD, 1100)
+    try:
+        assert high >= 1100
+        assert not is_readable(high, 0.01)
+        os.write(writes, b"x")
+        assert is_readable(high, 0.01)
+    finally:
+        for each in (reads, writes, high):
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

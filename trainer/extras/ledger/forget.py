@@ -20,7 +20,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.cluster.rank_zero import Save
 from trainer.commands.runs import reporting
 from trainer.errors import ConfigError
-from trainer.extras.ledger.ledger import Ledger, Line
+from trainer.extras.ledger.ledger import Ledger, LedgerError, Line
 from trainer.extras.ledger.record import Record
 from trainer.extras.ledger.replay import replayed
 from trainer.run.folder import RunFolder
@@ -95,4 +95,7 @@ def _has(line: Line, session: str) -> bool:
 def _copy(record: Record, folder: RunFolder, step: int) -> None:
     folder.batches.mkdir(exist_ok=True)
     name = f"step-{step:06d}"
-    shutil.copyfile(record.folder.batches / name, folder.batches / name)
+    try:
+        shutil.copyfile(record.folder.batches / name, folder.batches / name)
+    except FileNotFoundError as error:
+        raise LedgerError(f"{record.folder.batches / name}: is missing") from error
