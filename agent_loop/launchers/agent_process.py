@@ -22,10 +22,8 @@ from agent_loop.processes.environment import (
     expand,
     inherited_environment,
 )
-from agent_loop.processes.functions import RETURNED_BYTES
 from agent_loop.processes.host import Ended, Job, ProcessConfig, ProcessHost, own_folders
 from agent_loop.processes.readable import own_python, readable
-from agent_loop.processes.seals import SEAL_CHARS, new_seal, open_sealed
 from agent_loop.records import NO_REWARD, AgentEnd, AgentResult, Graded, Trial
 from proxy import wall
 from proxy.machine.direct_hosts import with_direct_hosts
@@ -118,6 +116,8 @@ async def call_agent(
     """
     result = trial.directory / "returned.json"
     result.touch()  # it is visible as itself, so the agent cannot replace it by a link
+    from agent_loop.processes.seals import new_seal  # only where functions are agents
+
     seal = new_seal()
     call = {"argument": argument, "result": str(result.absolute()), "seal": seal}
     ended = await run_agent(host, trial, settings, process, call=call, visible=(result,))
@@ -126,6 +126,9 @@ async def call_agent(
 
 
 def _open_returned(result: Path, seal: str, trial: Trial) -> None:
+    from agent_loop.processes.functions import RETURNED_BYTES
+    from agent_loop.processes.seals import SEAL_CHARS, open_sealed
+
     size = result.stat().st_size
     if size > RETURNED_BYTES + SEAL_CHARS:
         return  # whoever reads it refuses it
