@@ -129,6 +129,8 @@ def _open_returned(result: Path, seal: str, trial: Trial) -> None:
     from agent_loop.processes.functions import RETURNED_BYTES
     from agent_loop.processes.seals import SEAL_CHARS, open_sealed
 
+    if result.is_symlink() or not result.is_file():
+        return  # without a wall, an agent can have removed it
     size = result.stat().st_size
     if size > RETURNED_BYTES + SEAL_CHARS:
         return  # whoever reads it refuses it

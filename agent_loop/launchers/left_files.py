@@ -189,9 +189,10 @@ def _is_repository(folder: Path) -> bool:
 def _clean_repository(folder: Path) -> None:
     """Removes the hooks of a Git repository, and the settings that could name a program, also in
     another folder (`commondir`)."""
-    remove_folder(folder / "hooks")
     for name in ("hooks", "config.worktree", "commondir"):
-        if os.path.lexists(folder / name):
+        if os.path.isdir(folder / name) and not os.path.islink(folder / name):
+            remove_folder(folder / name)
+        elif os.path.lexists(folder / name):
             (folder / name).unlink()
     settings = folder / "config"
     if settings.is_symlink():

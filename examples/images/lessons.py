@@ -109,8 +109,8 @@ class Stage(NamedTuple):
     rate: float
     right: float = 0.0
     """The likelihood of the button that is asked for, in the mean of screens that the model has not
-    seen, until which the steps are repeated. Three quarters of it can be reached where the green
-    one is pressed in half of the cases: 0.83."""
+    seen, until which the steps are repeated. At most 0.83, because the green one is pressed in half
+    of the cases."""
 
 
 WARM_UPS = {

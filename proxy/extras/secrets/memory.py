@@ -12,6 +12,8 @@ from itertools import count
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+import orjson
+
 from proxy.conversation.images import blanked
 from proxy.extras.secrets.found import (
     SURE_CHARS,
@@ -93,16 +95,16 @@ class Known:
         found = self.find(text)
         marked = masked(text, found)
         if found and text.lstrip()[:1] in ("{", "["):
-            with suppress(ValueError):
-                value = json.loads(text)
+            with suppress(ValueError, RecursionError):
+                orjson.loads(text)  # no half surrogate pairs, which could not be written
                 if not self._is_masked(marked):
-                    return _dumped(self.mask_value(value))
+                    return _dumped(self.mask_value(json.loads(text)))
         return marked
 
     def _is_masked(self, text: str) -> bool:
         """Whether the text is JSON without anything to mask."""
         try:
-            value = json.loads(text)
+            value = orjson.loads(text)
         except ValueError:
             return False
         return bool(self.mask_value(value) == value)

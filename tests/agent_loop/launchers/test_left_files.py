@@ -204,6 +204,8 @@ def test_names_and_rights_that_an_agent_gives_cost_it_no_judgement(tmp_path: Pat
     work, copy = tmp_path / "work", tmp_path / "copy"
     (work / "No space left on device").mkdir(parents=True)
     (work / "conftest.py").symlink_to("a" * 300)
+    for name in ("commondir", "config.worktree", "config", "hooks"):  # folders, where Git has files
+        (work / ".git" / name).mkdir(parents=True)
     locked = work / "locked"
     locked.mkdir()
     (locked / "conftest.py").write_text("forged")
@@ -212,7 +214,11 @@ def test_names_and_rights_that_an_agent_gives_cost_it_no_judgement(tmp_path: Pat
         copy_left(work, work, tmp_path / "kept", copy, tests=False)
     finally:
         locked.chmod(0o700)
-    assert sorted(path.name for path in copy.iterdir()) == ["No space left on device", "locked"]
+    assert sorted(path.name for path in copy.iterdir()) == [
+        ".git",
+        "No space left on device",
+        "locked",
+    ]
     assert not list((copy / "locked").iterdir())
     (copy / "locked" / "file").touch()
     (copy / "locked").chmod(0o500)

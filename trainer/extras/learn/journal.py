@@ -163,10 +163,10 @@ class History:
             case "stable":
                 self.stable = number
             case "forgot":
-                self.last = max(self.last, line["last"])
-                self.set_aside |= set(line["set_aside"])
-                self.tried_before |= set(line["tried"])
-                self.replaced |= {int(old): new for old, new in line["replaced"].items()}
+                self.last = max(self.last, line.get("last", 0))
+                self.set_aside |= set(line.get("set_aside", ()))
+                self.tried_before |= set(line.get("tried", ()))
+                self.replaced |= {int(old): new for old, new in line.get("replaced", {}).items()}
 
     def ancestors(self, number: int) -> Iterator[int]:
         """The adapter, its parent, and so on, to 0."""

@@ -203,7 +203,7 @@ def _rewritten(
                 told[key] = renamed.get(told[key], told[key])
         if line["kind"] == "forgot":
             told["replaced"] = {
-                old: replaced.get(new, new) for old, new in line["replaced"].items()
+                old: replaced.get(new, new) for old, new in line.get("replaced", {}).items()
             }
         if line["kind"] == "update" and number in changed:
             told |= {name: value for name, value in changed[number].items() if name != "measures"}

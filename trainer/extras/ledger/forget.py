@@ -42,6 +42,7 @@ async def _forget(arguments: argparse.Namespace) -> int:
     if not steps:
         raise ConfigError(f"{record.folder.ledger}: no step trained the session {session!r}")
     start = max((step for step in record.saved if step < steps[0]), default=0)
+    record.check_configuration(start, record.last)
     out: Path = arguments.out or run.with_name(f"{run.resolve().name}-without-{session}")
     folder = RunFolder.create(out)
     shutil.copyfile(record.folder.config, folder.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from agent_loop.records import Group
@@ -55,10 +56,22 @@ class Record:
         if not steps:
             raise LedgerError(f"{folder.ledger}: has no step")
         configs = [(int(line["step"]), line["config"]) for line in lines if "config" in line]
-        changed_at = max((at for at, each in configs if each != configs[0][1]), default=0)
+        changes = (at for (_, old), (at, new) in pairwise(configs) if old != new)
+        changed_at = max(changes, default=0)
         forgotten = frozenset(int(line["step"]) for line in lines if line.get("forgotten"))
         head = lines[-1]["hash"]
         return cls(folder, config, steps, lines[0], head, changed_at, forgotten)
+
+    def check_configuration(self, start: int, last: int, words: Sequence[str] = ()) -> None:
+        """Raises ConfigError: steps after `start` were computed with another configuration than
+        this one; `words` may be what they had."""
+        at = self.changed_at
+        if start < at and (last > at or not words):
+            raise ConfigError(
+                f"{self.folder.path}: the run went on with another configuration after step {at}: "
+                f"replay what follows by --from {at}, and what was before by --to {at} and the "
+                "keys that it had, such as trainer.steps=24"
+            )
 
     @property
     def last(self) -> int:

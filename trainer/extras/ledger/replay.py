@@ -25,7 +25,6 @@ from trainer.cluster.device_plan import fitted, gpus_here
 from trainer.cluster.local import local_trainer
 from trainer.cluster.rank_zero import RankZero, Restore
 from trainer.commands.runs import reporting
-from trainer.errors import ConfigError
 from trainer.extras.ledger.ledger import (
     LedgerError,
     Line,
@@ -53,13 +52,7 @@ async def _replay(arguments: argparse.Namespace) -> int:
     record = Record.open(arguments.run, arguments.words)
     start = record.checkpoint(arguments.start)
     last = arguments.last or record.last
-    if start < record.changed_at < last or (start < record.changed_at and not arguments.words):
-        at = record.changed_at
-        raise ConfigError(
-            f"{record.folder.path}: the run went on with another configuration after step {at}: "
-            f"replay what follows by --from {at}, and what was before by --to {at} and the keys "
-            "that it had, such as trainer.steps=24"
-        )
+    record.check_configuration(start, last, arguments.words)
     if arguments.engines:
         async with sampling_engine(record) as engine:
             return await _computed(record, start, last, engine)

@@ -143,6 +143,15 @@ def test_json_is_else_as_it_was(text: str, expected: str) -> None:
     assert mask(expected) == expected
 
 
+@pytest.mark.parametrize("depth", [10, 900, 100_000])
+def test_json_of_any_depth_and_with_half_a_character_is_masked(depth: int) -> None:
+    deep = "[" * depth + '"a@b.de"' + "]" * depth
+    assert mask(deep) == deep.replace("a@b.de", "[secret:email]")
+    half = '{"to": "a@b.de", "x": "\\ud800", "password": 48151623}'
+    assert "a@b.de" not in mask(half)
+    mask(half).encode()
+
+
 def test_names_that_are_masked_alike_are_told_apart() -> None:
     members = {"ann@corp.com": "owner", "bob@corp.com": "reader"}
     known = Known()

@@ -19,6 +19,13 @@ async def _order(days: Days, learner: DailyLearner, order: str) -> None:
     await learner.tick()
 
 
+async def _promoted(days: Days, learner: DailyLearner, count: int = 4) -> None:
+    """An adapter of a first week, which a person promotes."""
+    week(days, "first", count)
+    await learner.tick()
+    await _order(days, learner, "promote")
+
+
 async def test_what_did_harm_stays_set_aside_and_numbers_are_not_used_again(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -26,9 +33,7 @@ async def test_what_did_harm_stays_set_aside_and_numbers_are_not_used_again(
     forgotten, each by itself."""
     days = Days()
     async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
-        week(days, "first")
-        await learner.tick()
-        await _order(days, learner, "promote")
+        await _promoted(days, learner)
         for number in range(4):
             days.day(f"poison-{number}", True, BAD, adapter=0)
         await learner.tick()
@@ -74,9 +79,7 @@ async def test_sessions_that_a_rebuilt_adapter_sampled_are_as_old_as_the_one_in_
 ) -> None:
     days = Days()
     async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
-        week(days, "first", 6)
-        await learner.tick()
-        await _order(days, learner, "promote")
+        await _promoted(days, learner, 6)
         for number in range(3):
             days.day(f"later-{number}", True, GOOD)
         await learner.tick()
@@ -97,9 +100,7 @@ async def test_adapters_of_other_settings_are_not_computed_again(
 ) -> None:
     days, names = Days(), {"first-0"}
     async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
-        week(days, "first")
-        await learner.tick()
-        await _order(days, learner, "promote")
+        await _promoted(days, learner)
     changed: dict[str, Any] = {"optimizer": {"lr": 3e-2}, "temperature": 0.9}
     async with learner_of(checkpoint, tmp_path / "l", days, **changed) as (learner, _):
         said = r"adapter 1 was made with other values of optimizer\.lr, temperature"
@@ -119,9 +120,7 @@ async def test_a_rebuilt_adapter_passes_its_gates_or_its_parent_serves(
 ) -> None:
     days = Days()
     async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
-        week(days, "first")
-        await learner.tick()
-        await _order(days, learner, "promote")
+        await _promoted(days, learner)
         del days.record_of["first-1"]
         await forget(learner, {"first-1"})
         (gate,) = [line for line in learner.journal.lines if line["kind"] == "gate"]

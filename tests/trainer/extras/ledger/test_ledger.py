@@ -206,6 +206,9 @@ def test_audit_and_replay_of_a_run_that_went_on_with_another_configuration(
     said = capsys.readouterr().err
     assert f"another configuration after step {STEPS}" in said
     assert f"--to {STEPS}" in said
+    session, out = f"task-{SAVED}-0-1", str(copy.with_name("without"))
+    assert main(["forget", str(copy), session, "--out", out]) == 2
+    assert not Path(out).exists()
     assert main(["replay", str(copy), f"trainer.steps={STEPS}"]) == 0
 
 
