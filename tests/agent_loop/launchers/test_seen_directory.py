@@ -89,6 +89,30 @@ async def test_without_a_wall_the_path_is_the_trials_own(tmp_path: Path) -> None
     assert seen["cwd"] == str((tmp_path / "trials" / "t-1" / "work").resolve())
 
 
+@pytest.fixture
+def link(tmp_path: Path) -> Path:
+    """A link to a folder, as clusters have on the way to disks and home folders."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    return tmp_path / "link"
+
+
+async def test_runs_behind_a_link_are_where_they_are_named(link: Path) -> None:
+    assert (await run(a_trial(link / "trials", "t-1")))["own"]
+
+
+async def test_home_behind_a_link_is_where_it_is_named(
+    link: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(link))
+    launcher = CommandConfig(argv=("sh", "-c", "echo wrote > ~/file && cat ~/file")).build()
+    trial = a_trial(tmp_path / "trials", "t-1")
+    result = await launcher.run(trial)
+    await launcher.close()
+    assert result.end is AgentEnd.EXITED
+    assert (trial.directory / "agent.log").read_text() == "wrote\n"
+
+
 async def test_verifier_can_use_what_names_the_agents_path(tmp_path: Path) -> None:
     trials = tmp_path / "trials"
     verifier = VerifierConfig(argv=(sys.executable, "-c", VERIFIER)).build()
