@@ -16,8 +16,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -72,28 +74,53 @@ def run_part(part: str, log: Path) -> int:
     return 0 if done.returncode == 5 else done.returncode
 
 
-def beside_spinners(chosen: Sequence[str], times: int, spinners: int, state: Path) -> list[str]:
-    """The parts that failed."""
-    passed: dict[str, int] = json.loads(state.read_text()) if state.exists() else {}
-    failed = list[str]()
-    with spinning(spinners):
-        for part in chosen:
-            while passed.get(part, 0) < times:
-                log = state.with_name(f"{part.replace('/', '-')}-{passed.get(part, 0) + 1}.log")
-                began = time.monotonic()
-                status = run_part(part, log)
-                took = f"{time.monotonic() - began:.0f} s"
-                if status:
-                    print(f"{part}: failed after {took}, see {log}", flush=True)
-                    failed.append(part)
-                    break
-                passed[part] = passed.get(part, 0) + 1
-                state.write_text(json.dumps(passed, indent=1))
-                print(f"{part}: passed, time {passed[part]} of {times}, {took}", flush=True)
-                log.unlink()
-    left = [part for part in parts() if passed.get(part, 0) < times]
-    print(f"{len(parts()) - len(left)} of {len(parts())} parts have passed {times} times")
-    return failed
+def commit() -> str:
+    """Of the tests that run. Example: `5fc8bc53`"""
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+class Passed:
+    """Part → the commit at which it passed, each time; kept in a file."""
+
+    def __init__(self, state: Path, times: int) -> None:
+        self.state, self.times = state, times
+        self.commits: dict[str, list[str]] = json.loads(state.read_text()) if state.exists() else {}
+        self._writes = threading.Lock()
+
+    def count(self, part: str) -> int:
+        return len(self.commits.get(part, ()))
+
+    def add(self, part: str, at: str) -> None:
+        with self._writes:
+            self.commits.setdefault(part, []).append(at)
+            self.state.write_text(json.dumps(self.commits, indent=1, sort_keys=True) + "\n")
+
+    def run(self, part: str, at: str) -> bool:
+        """Whether the part has passed as often as is asked."""
+        while self.count(part) < self.times:
+            log = self.state.with_name(f"{part.replace('/', '-')}-{self.count(part) + 1}.log")
+            began = time.monotonic()
+            status = run_part(part, log)
+            took = f"{time.monotonic() - began:.0f} s"
+            if status:
+                print(f"{part}: failed after {took}, see {log}", flush=True)
+                return False
+            self.add(part, at)
+            print(f"{part}: passed, time {self.count(part)} of {self.times}, {took}", flush=True)
+            log.unlink()
+        return True
+
+
+def beside_spinners(chosen: Sequence[str], spinners: int, passed: Passed, at_once: int) -> bool:
+    """Whether each part has passed."""
+    at = commit()
+    with spinning(spinners), ThreadPoolExecutor(at_once) as pool:
+        found = list(pool.map(lambda part: passed.run(part, at), chosen))
+    done = sum(passed.count(part) >= passed.times for part in parts())
+    print(f"{done} of {len(parts())} parts have passed {passed.times} times")
+    return all(found)
 
 
 def main() -> int:
@@ -102,18 +129,18 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help="default: all")
     parser.add_argument("--times", type=int, default=TIMES)
     parser.add_argument("--spinners", type=int, default=SPINNERS)
+    parser.add_argument("--at-once", type=int, default=1, help="parts that run at the same time")
     parser.add_argument("--state", type=Path, default=ROOT / ".cache/spinners/passed.json")
     given = parser.parse_args()
     if unknown := sorted(set(given.parts) - set(parts())):
         parser.error(f"no parts: {', '.join(unknown)}; the parts are folders such as {parts()[0]}")
     given.state.parent.mkdir(parents=True, exist_ok=True)
+    passed = Passed(given.state.absolute(), given.times)
     try:
-        failed = beside_spinners(
-            given.parts or parts(), given.times, given.spinners, given.state.absolute()
-        )
+        found = beside_spinners(given.parts or parts(), given.spinners, passed, given.at_once)
     except KeyboardInterrupt:
         return 130
-    return int(bool(failed))
+    return int(not found)
 
 
 if __name__ == "__main__":
