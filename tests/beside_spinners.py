@@ -117,7 +117,11 @@ def beside_spinners(chosen: Sequence[str], spinners: int, passed: Passed, at_onc
     """Whether each part has passed."""
     at = commit()
     with spinning(spinners), ThreadPoolExecutor(at_once) as pool:
-        found = list(pool.map(lambda part: passed.run(part, at), chosen))
+        try:
+            found = list(pool.map(lambda part: passed.run(part, at), chosen))
+        except KeyboardInterrupt:  # the parts that run have it, too
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     done = sum(passed.count(part) >= passed.times for part in parts())
     print(f"{done} of {len(parts())} parts have passed {passed.times} times")
     return all(found)

@@ -119,8 +119,16 @@ def _row(folder: Path) -> dict[str, Any]:
         LOCAL_PATH: str(folder.resolve()),
         "instruction": "\n\n".join(instructions.values()),
         "steps": [name for name in instructions if name],
-        "metadata": orjson.dumps(config.get("metadata", {}), default=str).decode(),
+        "metadata": _metadata(folder, config.get("metadata", {})),
     }
+
+
+def _metadata(folder: Path, metadata: Any) -> str:
+    """As JSON; dates and times of TOML as text."""
+    try:
+        return orjson.dumps(metadata, default=str).decode()
+    except TypeError as error:
+        raise TaskFileError(f"{folder / TASK_FILE}: metadata: {error}") from None
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -133,6 +141,11 @@ def _config(folder: Path) -> dict[str, Any]:
 def _instructions(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Path]]:
     """`(step name, file)`; the name is empty where the task has no steps."""
     steps = config.get("steps") or []
+    named = isinstance(steps, list) and all(
+        isinstance(step, dict) and isinstance(step.get("name"), str) for step in steps
+    )
+    if not named:
+        raise TaskFileError(f"{folder / TASK_FILE}: each of its [[steps]] needs a name, as text")
     if not steps:
         yield "", folder / "instruction.md"
     for step in steps:
@@ -147,6 +160,8 @@ def _instruction(path: Path) -> str:
             f"{path}: cannot read the instruction ({error.strerror}); a Harbor task needs "
             "instruction.md, or one in each folder of steps/"
         ) from None
+    except UnicodeDecodeError as error:
+        raise TaskFileError(f"{path}: not UTF-8 ({error}); a Harbor task needs text") from None
 
 
 def _rows(root: Path, config: HarborDataConfig, folders: Sequence[Path]) -> list[dict[str, Any]]:

@@ -62,6 +62,29 @@ def test_broken_task_toml_is_refused_with_its_path(tmp_path: Path) -> None:
         read_harbor_dir(tmp_path, HarborDataConfig())
 
 
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ("[[steps]]\ntitle = 'a'\n", "needs a name"),
+        ("steps = ['a']\n", "needs a name"),
+        ("[[steps]]\nname = 3\n", "needs a name"),
+        ("[metadata]\nseed = 36893488147419103232\n", "metadata: Integer exceeds"),
+    ],
+)
+def test_task_toml_of_another_form_is_refused_with_its_path(
+    toml: str, said: str, tmp_path: Path
+) -> None:
+    (write_task(tmp_path, "a") / "task.toml").write_text(toml)
+    with pytest.raises(TaskFileError, match=rf"a/task\.toml.*{said}"):
+        read_harbor_dir(tmp_path, HarborDataConfig())
+
+
+def test_instruction_that_is_not_text_is_refused_with_its_path(tmp_path: Path) -> None:
+    (write_task(tmp_path, "a") / "instruction.md").write_bytes(b"caf\xe9")
+    with pytest.raises(TaskFileError, match=r"a/instruction\.md: not UTF-8"):
+        read_harbor_dir(tmp_path, HarborDataConfig())
+
+
 def test_missing_folder_and_folder_without_tasks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match="not a folder"):
         read_harbor_dir(tmp_path / "none", HarborDataConfig())
