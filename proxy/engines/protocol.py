@@ -6,7 +6,7 @@ the stop token if it sampled one, each with its log-probability.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -111,6 +111,17 @@ class Chunk(msgspec.Struct):
     routed_experts: RoutedExperts | None = None
     """In the last chunk: the rows from `Sampling.experts_from` to the token before the last one of
     the answer, if they are wanted and the engine reports them."""
+
+    def by_token(self) -> Iterator[Chunk]:
+        """The same tokens one by one, without what is only in the last chunk."""
+        for number in range(len(self.ids)):
+            one = slice(number, number + 1)
+            yield Chunk(
+                self.ids[one],
+                self.logprobs[one],
+                None if self.top_logprobs is None else self.top_logprobs[one],
+                None if self.alternatives is None else self.alternatives[one],
+            )
 
 
 @dataclass(slots=True)

@@ -256,6 +256,13 @@ class Generation:
         """The name of the engine that sampled the last token; empty before the first one."""
         return self._sampler
 
+    def keep(self, count: int) -> None:
+        """Drops the tokens after the first `count`: the answer has ended there."""
+        if count < len(self._ids):
+            del self._ids[count:]
+            self._starts = [known for known in self._starts if known[1] < count]
+            self.routed_experts = None
+
     async def sample(self, take: Take, resumed: Callable[[Seam], None]) -> None:
         """Passes the chunks to `take`, the one with the finish reason last, and the seams between
         them to `resumed`. Raises what these raise, after it has aborted the engine's call.

@@ -232,11 +232,16 @@ class LiveAnswer:
         """Raises _TextEnded if the rest of the answer is not wanted."""
         if self._first_token_s is None:
             self._first_token_s = time.perf_counter() - self._begun
-        self._take(chunk)
-        if chunk.finish_reason is not None:
-            self._finish = chunk.finish_reason
-        elif self._parser.ended:
+        for piece in chunk.by_token() if self._ends_early else (chunk,):
+            self._take(piece)
+            if self._parser.ended:
+                self._generation.keep(len(self._ids))
+                break
+        if self._parser.ended:
             self._finish = FinishReason.STOP
+        elif chunk.finish_reason is not None:
+            self._finish = chunk.finish_reason
+        if self._parser.ended and chunk.finish_reason is None:
             raise _TextEnded
 
     def _take_given(self, text: str) -> None:
@@ -385,9 +390,14 @@ class LiveAnswer:
     def _streamed(self) -> bool:
         """Whether the answer is parsed while it is sampled: it is a stream, or the proxy may end it
         before the engine does, or tells its text from the rest token by token."""
-        options = self._asked.request.options
-        early = bool(self._sampling.stop) or not options.parallel_calls
-        return self._asked.request.stream or early or self._text_tokens is not None
+        stream = self._asked.request.stream
+        return stream or self._ends_early or self._text_tokens is not None
+
+    @property
+    def _ends_early(self) -> bool:
+        """Whether the proxy may end the answer before the engine does. What is recorded then ends
+        with the token that ends the text, however many the engine sent at once."""
+        return bool(self._sampling.stop) or not self._asked.request.options.parallel_calls
 
     @property
     def _begun_chars(self) -> int:

@@ -86,6 +86,8 @@ class ScriptedEngine:
         """Set when the engine's health has been requested."""
         self.violations: list[str] = []
         """With `expect_extension`: one message per refused prompt."""
+        self.tokens_at_once = 1
+        """Number of tokens that a stream's chunks have."""
         self.faults: list[Fault | None] = []
         """Those of the next calls; None for a call that succeeds."""
         self.url = ""
@@ -317,7 +319,7 @@ class ScriptedEngine:
             call.answer_ids.append(token)
             call.versions.append(self.version)
             call.began.set()
-            if call.stream and at + 1 < len(answer):
+            if call.stream and at + 1 < len(answer) and (at + 1) % self.tokens_at_once == 0:
                 yield at + 1
         call.finish_reason = None if call.breaks else finish
 

@@ -74,15 +74,45 @@ async def test_answer_and_record_are_those_of_an_undisturbed_call_wherever_the_e
         assert said == (expected["message"]["content"] or "")
         assert [c[0]["finish_reason"] for c in choices if c][-1] == expected["finish_reason"]
         assert turn.status is TurnStatus.DONE
-        # The scripted engine knows no stop strings: it may send some tokens more.
-        size = min(len(turn.sampled_ids), len(undisturbed.sampled_ids)) if "stop" in body else None
-        assert turn.sampled_ids[:size].tolist() == undisturbed.sampled_ids[:size].tolist()
-        np.testing.assert_array_equal(turn.logprobs[:size], undisturbed.logprobs[:size])
+        assert turn.sampled_ids.tolist() == undisturbed.sampled_ids.tolist()
+        np.testing.assert_array_equal(turn.logprobs, undisturbed.logprobs)
         assert [(s.version, s.start, s.end) for s in turn.versions] == [
             (0, 0, len(turn.sampled_ids))
         ]
         assert turn.answer_key == undisturbed.answer_key
     assert undisturbed.sampled_ids.tolist() == ids[: len(undisturbed.sampled_ids)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "body", "ends"),
+    [
+        (TEXT, {"stop": ["six seven"]}, "six seven"),
+        (f"I look.\n{CALL}\n{CALL}", {"tools": TOOLS, "parallel_tool_calls": False}, "<tool_call>"),
+    ],
+    ids=["stop string", "second call"],
+)
+async def test_record_ends_with_the_text_however_tokens_arrive(
+    text: str, body: dict[str, Any], ends: str, stream: bool, proxy: RunningProxy
+) -> None:
+    says(proxy, text)
+    found = []
+    for proxy.engine.tokens_at_once in (1, 2, 3, 7, 1000):
+        handle = await proxy.session()
+        if stream:
+            await proxy.events(handle, CHAT, {**chat(**body), "stream": True})
+        else:
+            await proxy.post(handle, CHAT, chat(**body))
+        _, (turn,) = await proxy.record(handle)
+        assert [(s.start, s.end) for s in turn.versions] == [(0, len(turn.sampled_ids))]
+        assert len(turn.logprobs) == len(turn.sampled_ids)
+        said = json.loads(turn.answer)
+        calls = [(call["name"], call["arguments"]) for call in said["tool_calls"]]
+        found.append((turn.sampled_ids.tolist(), said["text"], calls, turn.finish_reason))
+    assert found == found[:1] * 5
+    ids, decode = found[0][0], proxy.rendering.tokenizer.decode
+    assert ends in decode(ids)
+    assert decode(ids).count(ends) > decode(ids[:-1]).count(ends)
 
 
 async def test_each_of_several_answers_goes_on_by_itself(proxy: RunningProxy) -> None:
