@@ -124,19 +124,26 @@ class UpdateAdapter:
 
 
 def balanced(groups: Sequence[Group], bad: float) -> list[Group]:
-    """The groups with the values of their turns as the loss takes them. Many bad answers and few
-    good ones would only take the policy away from everything that it does.
+    """The groups with the values of their turns as the loss takes them.
 
-    Example: one turn of 1.0 and ten of -1.0, with bad=0.3, become one of 1.0 and ten of -0.03.
+    Many bad answers and few good ones would only take the policy away from everything that it
+    does; so all bad ones together weigh at most `bad` of the good ones. Then the values are scaled
+    to a mean size of 1 per turn, so that the KL divergence, which is of every token, holds the
+    policy as much where most evidence is bad, and weighs little, as elsewhere.
+
+    Example: one turn of 1.0 and ten of -1.0, with bad=0.3, become one of 8.46 and ten of -0.254.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     values = [value for rollout in rollouts for value in rollout.turn_returns.values()]
     good = math.fsum(value for value in values if value > 0)
     of_bad = -math.fsum(value for value in values if value < 0)
     weight = bad * min(1.0, good / of_bad) if of_bad else bad
+    size = (good + weight * of_bad) / len(values) if values else 0.0
+    scale = 1 / size if size else 1.0
 
     def weighed(rollout: Rollout) -> Rollout:
-        returns = {t: v if v > 0 else weight * v for t, v in rollout.turn_returns.items()}
+        turns = rollout.turn_returns.items()
+        returns = {turn: scale * (v if v > 0 else weight * v) for turn, v in turns}
         return replace(rollout, turn_returns=returns)
 
     return [replace(group, rollouts=tuple(map(weighed, group.rollouts))) for group in groups]

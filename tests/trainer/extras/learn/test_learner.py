@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,13 +165,18 @@ def test_bad_evidence_weighs_no_more_than_its_share_of_the_good() -> None:
         rollout = Rollout(name, task, RolloutStatus.DONE, 0.0, turn_returns=returns)
         return Group(name, task, (rollout,))
 
-    few = balanced([group("a", 1.0), group("b", *[-1.0] * 10)], bad=0.3)
-    assert few[0].rollouts[0].turn_returns == {0: 1.0}
-    assert few[1].rollouts[0].turn_returns == {n: pytest.approx(-0.03) for n in range(10)}
-    many = balanced([group("a", 1.0, 1.0), group("b", -1.0)], bad=0.3)
-    assert many[1].rollouts[0].turn_returns == {0: pytest.approx(-0.3)}
-    none = balanced([group("b", -1.0)], bad=0.3)
-    assert none[0].rollouts[0].turn_returns == {0: 0.0}
+    def sizes(*groups: Group) -> list[float]:
+        """The values of all turns, of which the first is good, as shares of it."""
+        found = [v for g in balanced(groups, bad=0.3) for v in g.rollouts[0].turn_returns.values()]
+        assert math.fsum(map(abs, found)) == pytest.approx(len(found) if found[0] else 0.0)
+        return [value / (found[0] or 1.0) for value in found]
+
+    few = sizes(group("a", 1.0), group("b", *[-1.0] * 10))
+    assert few == [1.0, *[pytest.approx(-0.03)] * 10]
+    many = sizes(group("a", 1.0, 1.0), group("b", -1.0))
+    assert many == [1.0, 1.0, pytest.approx(-0.3)]
+    assert sizes(group("a", 0.5), group("b", 0.25)) == [1.0, 0.5]
+    assert sizes(group("b", -1.0)) == [0.0]
 
 
 async def test_a_person_promotes_rolls_back_and_freezes(checkpoint: Path, tmp_path: Path) -> None:
