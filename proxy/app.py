@@ -19,7 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from aiohttp import web
@@ -187,7 +187,7 @@ def _parts(
             on_create=hooks.on_create,
             policies_of=hooks.policies_of,
             on_end=hooks.on_end,
-            document=document(document_parts(extras)),
+            document=cache(partial(document, document_parts(extras))),
         )
         async with policies.followed(), _removing(store, config.retention):
             yield

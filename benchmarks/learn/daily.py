@@ -205,8 +205,8 @@ def learn_yaml(
         "engines": [engine_url],
         "evidence": ["rating", {"name": "kept", "after_s": 0}],
         "model": {"path": str(model), "lora": {"rank": 8, "alpha": 16}},
-        "optimizer": {"lr": 3.0e-3, "betas": [0.9, 0.95]},
-        "update": {"sessions": 8, "epochs": 24, "held_out": 0.1, "replay": 1.0}
+        "optimizer": {"lr": 1.5e-3, "betas": [0.9, 0.95]},
+        "update": {"sessions": 8, "epochs": 36, "held_out": 0.1, "replay": 1.0}
         | more.pop("update", {}),
         "canary": {"alpha": 0.1},
         "device": "cpu",

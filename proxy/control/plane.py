@@ -86,10 +86,10 @@ class ControlPlane:
         on_create: Callable[[Mapping[str, Any]], Awaitable[None]],
         policies_of: Callable[[Mapping[str, Any]], Awaitable[Mapping[str, str]]],
         on_end: Callable[[str], Awaitable[None]],
-        document: dict[str, Any],
+        document: Callable[[], dict[str, Any]],
     ) -> None:
-        """`on_create`, `policies_of` and `on_end` are the hooks of the extras. `document`: that of
-        OpenAPI."""
+        """`on_create`, `policies_of` and `on_end` are the hooks of the extras; `document` makes
+        OpenAPI's."""
         self._listen = listen
         self._limits = limits
         self._sessions = sessions
@@ -521,7 +521,7 @@ class ControlPlane:
         other_types=("application/json",),
     )
     async def _openapi(self, request: web.Request) -> web.Response:
-        return json_answer(self._document)
+        return json_answer(self._document())
 
     @route(
         "GET",

@@ -23,6 +23,7 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -83,9 +84,21 @@ class BytePairs:
             return None
 
 
+_FOUND: dict[bytes, BytePairs | None] = {}
+"""Digest of a tokenizer's file → its faster encoder: a process that loads it again needs no other
+proof."""
+
+
 def faster(fast: FastTokenizer) -> BytePairs | None:
     """The faster encoder; None if the two are not proven to agree."""
-    config = orjson.loads(fast.to_str())
+    text = fast.to_str()
+    digest = sha256(text.encode() + bytes([fast.encode_special_tokens])).digest()
+    if digest not in _FOUND:
+        _FOUND[digest] = _proven(fast, orjson.loads(text))
+    return _FOUND[digest]
+
+
+def _proven(fast: FastTokenizer, config: dict[str, Any]) -> BytePairs | None:
     pattern = _pattern(config["pre_tokenizer"])
     ranks = _ranks(fast, config["model"], config["added_tokens"])
     if pattern is None or ranks is None or config["normalizer"] not in (None, {"type": "NFC"}):

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache, wraps
 from types import GeneratorType
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -94,20 +94,8 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: dict[str, str], template_kwargs: dict[str, Any]
     ) -> None:
-        environment = _Bounded(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, loopcontrols],
-            finalize=_shown,
-        )
-        environment.filters["tojson"] = _tojson
-        for name, honest in environment.filters.items():
-            environment.filters[name] = environment.bounded_filter(name, honest)
-        del environment.globals["lipsum"]  # writes as much as it is asked for
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            self._template = _compiled(source)
         except (TemplateError, RecursionError) as error:
             raise ConfigurationError(
                 f"model: the chat template is not valid Jinja: {error}"
@@ -140,6 +128,24 @@ class ChatTemplate:
                 f"messages: the model's chat template refuses this conversation: {error}",
                 param="messages",
             ) from error
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str) -> Template:
+    """Raises TemplateError, RecursionError."""
+    environment = _Bounded(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, loopcontrols],
+        finalize=_shown,
+    )
+    environment.filters["tojson"] = _tojson
+    for name, honest in environment.filters.items():
+        environment.filters[name] = environment.bounded_filter(name, honest)
+    del environment.globals["lipsum"]  # writes as much as it is asked for
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
