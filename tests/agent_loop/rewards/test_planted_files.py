@@ -3,6 +3,7 @@ that is not fooled by the agent's wrong work."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,9 +55,22 @@ def judges(hidden: Path) -> dict[str, Sequence[str]]:
     }
 
 
+ALWAYS = {("script", name) for name in PLANTED} | {
+    *(("shell", "pytest.toml"), ("shell", "pytest.py")),
+    *(("-m", "pyproject.toml"), ("-m", "json.py")),
+    *(("-u -m", ".pytest.toml"), ("-c", "json.py")),
+}
+"""Each judge and each file; the other pairs are long."""
+
+
 @pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED))
-@pytest.mark.parametrize("name", PLANTED)
-@pytest.mark.parametrize("judge", list(judges(Path())))
+@pytest.mark.parametrize(
+    ("judge", "name"),
+    [
+        pytest.param(*pair, marks=[] if pair in ALWAYS else pytest.mark.long)
+        for pair in itertools.product(judges(Path()), PLANTED)
+    ],
+)
 async def test_no_planted_file_rewards_wrong_work(name: str, judge: str, tmp_path: Path) -> None:
     hidden, folder = tmp_path / "hidden", tmp_path / "trials" / "t-1"
     hidden.mkdir()

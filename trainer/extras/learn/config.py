@@ -51,7 +51,7 @@ class Update(Section):
     """Weight of bad evidence in the loss. All of it together weighs at most this share of the good
     evidence: where most is bad, it would only take the policy away from everything it does."""
     kl: float = Field(0.02, ge=0)
-    """Weight of the KL divergence to the base in the loss."""
+    """Weight of the KL divergence to the base in the loss, in which turns weigh 1 on average."""
 
 
 class Canary(Section):
