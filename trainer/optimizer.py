@@ -248,6 +248,17 @@ class Stepper:
         self.schedule.step()
         return found | {"lr": float(lr)}
 
+    def begin_schedule(self) -> None:
+        """The learning rate is that of the schedule's first step; the moments stay."""
+        self.schedule.last_epoch = 0
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """The learning rates of the schedule's current step."""
+        ratio = self.schedule.lr_lambdas[0](self.schedule.last_epoch)
+        for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
+            group["lr"] = rate * ratio
+
     def clear(self) -> None:
         """Discards the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -277,9 +288,9 @@ class Stepper:
         )
         self.schedule.load_state_dict(state["schedule"])
         self.schedule.base_lrs = rates
-        now = [rate * self.schedule.lr_lambdas[0](self.schedule.last_epoch) for rate in rates]
-        for group, own, lr in zip(self.optimizer.param_groups, settings, now, strict=True):
-            group.update(own, lr=lr)
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        self._set_rates()
 
     def _make_moments(self) -> None:
         """Makes the moments of a model that was not trained yet. torch makes them by an empty step,

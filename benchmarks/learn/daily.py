@@ -205,7 +205,7 @@ def learn_yaml(
         "engines": [engine_url],
         "evidence": ["rating", {"name": "kept", "after_s": 0}],
         "model": {"path": str(model), "lora": {"rank": 8, "alpha": 16}},
-        "optimizer": {"lr": 1.5e-3, "betas": [0.9, 0.95]},
+        "optimizer": {"lr": 3.0e-3, "betas": [0.9, 0.95], "schedule": "linear"},
         "update": {"sessions": 8, "epochs": 36, "held_out": 0.1, "replay": 1.0}
         | more.pop("update", {}),
         "canary": {"alpha": 0.1},

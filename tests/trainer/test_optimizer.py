@@ -107,3 +107,11 @@ def test_learning_rate_is_the_peak_after_the_warmup_and_min_lr_ratio_at_the_last
     assert max(rates) == rates[warmup] == pytest.approx(2.0)
     assert rates[-1] == pytest.approx(0.2)
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    moments = copy.deepcopy(stepper.optimizer.state_dict()["state"])
+    stepper.begin_schedule()
+    again = []
+    for _ in range(steps):
+        again.append(stepper.optimizer.param_groups[0]["lr"])
+        stepper.schedule.step()
+    assert again == rates
+    assert stepper.optimizer.state_dict()["state"] == moments

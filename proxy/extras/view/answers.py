@@ -353,7 +353,7 @@ class DecisionJson(TypedDict):
     beside: int | None
     """Of an update: the adapter that it began with; of a canary: the stable one."""
     by: str
-    """`test`, `person`, `gate`, `engine`, `undecided` or `interrupted`."""
+    """`test`, `person`, `gate`, `engine`, `undecided`, `newer` or `interrupted`."""
     person: str
     """Who ordered it."""
     why: list[str]

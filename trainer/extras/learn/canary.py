@@ -100,6 +100,10 @@ class Comparison:
                 return "rollback"
         return "undecided"
 
+    def says_little(self, alpha: float, least: int) -> bool:
+        """Whether `least` sessions have not even brought half of what decides, in logarithms."""
+        return len(self.sessions) >= least and max(self.better, self.worse) < alpha**-0.5
+
     def _evidence(self, sign: int) -> npt.NDArray[np.float64]:
         """`[n + 1]`: the evidence before the first session, and after each."""
         factors = np.log1p(_LAMBDA * sign * self._increments[:, None])

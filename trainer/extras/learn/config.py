@@ -65,6 +65,10 @@ class Canary(Section):
     max_sessions: int = Field(80, ge=1)
     """Judged sessions, of both adapters together, after which an undecided canary is rolled
     back."""
+    gives_way: bool = True
+    """Whether a canary of which `update.sessions` judged sessions say little (evidence below
+    1/√alpha, that it is better and that it is worse) gives way to an adapter that has learned from
+    as many new ones, too."""
 
 
 class Gates(Section):
@@ -104,7 +108,8 @@ class LearnConfig(Section):
     gates: Gates = Gates()
     model: ModelConfig
     """The base, and `lora`, the form of the adapters."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4)
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4, schedule="linear", min_lr_ratio=0.1)
+    """Its schedule is that of each update."""
     device: str = "auto"
     seed: int = Field(0, ge=0, lt=2**31)
 
@@ -144,6 +149,7 @@ class LearnConfig(Section):
             algorithm=AlgorithmConfig.model_validate(algorithm),
             trainer={
                 "deterministic": True,
+                "steps": 1,  # the schedule of the learning rate is that of one update
                 "device": self.device,
                 "seed": self.seed,
                 "run_dir": self.folder,

@@ -154,7 +154,8 @@ class History:
             case "promote":
                 self.stable, self.canary = number, None
             case "rollback":
-                self.canary = self.pending = None
+                self.canary = None if self.canary == number else self.canary
+                self.pending = None if self.pending == number else self.pending
                 self.set_aside |= set(line.get("set_aside", ()))
                 if line["by"] == "interrupted":
                     self.interrupted.add(number)

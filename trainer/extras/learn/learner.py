@@ -2,8 +2,9 @@
 
     tick: judge what has ended ─▶ decide about the canary ─▶ update, if it is due
 
-Invariant: at most one canary at a time, and no update while there is one. A session is judged once,
-when every source knows what it will know. Nothing is served before its gates are passed.
+Invariant: at most one canary at a time; an update begins while there is one only if that may give
+way. A session is judged once, when every source knows what it will know. Nothing is served before
+its gates are passed.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class DailyLearner:
         state = await self.recorder.assignment(self.policy)
         await self._note_switches(state)
         await self._decide(state)
-        if self.history.canary is None and not state["frozen"]:
+        if not state["frozen"] and (self.history.canary is None or self._may_give_way(state)):
             await self._update_if_due()
         await self._retire(state["open"])
 
@@ -267,6 +268,23 @@ class DailyLearner:
         said = decided(verdict, canary, stable, by, found, settings.alpha)
         await self._tell(counted, said)
 
+    def _may_give_way(self, state: Mapping[str, Any]) -> bool:
+        """Whether the canary may be over without a decision, for one that has learned more."""
+        settings, least = self.config.canary, self.config.update.sessions
+        is_compared = state["since"] == self.history.compared_since
+        little = self.history.comparison.says_little(settings.alpha, least)
+        return settings.gives_way and is_compared and little
+
+    async def _give_way(self, canary: int) -> None:
+        """Ends the canary, for one that has learned more and passed its gates."""
+        found, alpha = self.history.comparison, self.config.canary.alpha
+        counted = [line["session"] for line in self.history.compared]
+        statistics = {"better": found.better, "worse": found.worse, "alpha": alpha}
+        more = {**statistics, "compared": counted}
+        self._write("rollback", number=canary, by="newer", well=found.counts, **more)
+        said = decided("rollback", canary, self.history.stable, "newer", found, alpha)
+        await self._tell(counted, said)
+
     async def _update_if_due(self) -> None:
         history, settings = self.history, self.config.update
         learned, parent = history.learned(history.stable), history.stable
@@ -355,7 +373,9 @@ class DailyLearner:
         except WeightSyncError as error:
             self._write("rollback", number=number, by="engine", why=[str(error)])
             return
-        share = self.config.canary.share
+        before, share = self.history.canary, self.config.canary.share
+        if before is not None:
+            await self._give_way(before)
         self._write("canary", number=number, stable=self.history.stable, share=share)
         await self._assign()
 

@@ -23,6 +23,7 @@ from trainer.extras.ledger.evidence import Evidence, weights_hash
 from trainer.fit import TrainOn
 from trainer.learning import steps
 from trainer.learning.learner import Learner
+from trainer.learning.models import Models
 from trainer.learning.policies import Learners
 from trainer.policy.adapter import adapter_config
 from trainer.weight_sync.adapters import AdapterSync
@@ -89,6 +90,14 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginSchedule:
+    """Begins the schedule of the learning rate, which is that of one update, on all ranks."""
+
+    def on(self, models: Models) -> None:
+        models.policy.stepper.begin_schedule()
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateAdapter:
     """Trains adapter `number` on these groups, from its parent, and saves it."""
 
@@ -112,6 +121,7 @@ class UpdateAdapter:
         test = build_batch(self.held_out) if self.held_out else None
         before = look(learner, batch, temperature)
         test_before = None if test is None else look(learner, test, temperature)
+        learner.models.together(BeginSchedule())
         result = TrainOn(groups, keep_evidence=True).on(learners)
         after = look(learner, batch, temperature)
         held_out = None

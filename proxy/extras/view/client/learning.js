@@ -59,7 +59,7 @@ function neverServed({ kind, by: cause }) {
 /** @param {Decision} decision */
 function by({ kind, by: cause, person }) {
   if (kind === "forgot") return "person";
-  const learner = ["", "undecided", "interrupted"].includes(cause);
+  const learner = ["", "undecided", "newer", "interrupted"].includes(cause);
   return oneLine(person) || (learner ? "learner" : oneLine(cause));
 }
 
@@ -101,6 +101,7 @@ function told({ kind, by: cause, beside, figures, went_well: well }) {
   const compared = Object.values(well).reduce((sum, [, of]) => sum + (of ?? 0), 0);
   return [
     ...(kind === "rollback" && cause === "undecided" ? [`undecided after ${many(compared, "session")}`] : []),
+    ...(kind === "rollback" && cause === "newer" ? [`gave way, after ${many(compared, "session")}, to one that has learned from more`] : []),
     ...(cause === "interrupted" ? ["the learner was stopped before it was finished"] : []),
     ...(went.length ? [`went well: ${went.join(", ")}`] : []),
     ...(better === undefined ? [] : [`evidence that it is better ${number(better)}, that it is worse ${number(worse)}${alpha ? ` (${number(1 / alpha)} decides)` : ""}`]),

@@ -182,13 +182,15 @@ async def test_every_decision_is_in_the_page_with_its_figures_and_its_reason(
             {"kind": "update", "number": 3, "parent": 2, "sessions": ["s-4"], "failed": "NaN"},
             {"kind": "rollback", "number": 4, "by": "interrupted"},
             {"kind": "rollback", "number": 5, "by": "undecided", "well": {"canary": [1, 40]}},
+            {"kind": "rollback", "number": 6, "by": "newer", "well": {"canary": [2, 9]}},
         ]
         write(tmp_path / "work", [*JOURNAL, *more])
-        await tab.until(f"{ROWS}.length === 14")
-        told = await tab.evaluate(f"{ROWS}.slice(0, 3).map(row => row.innerText)")
+        await tab.until(f"{ROWS}.length === 15")
+        told = await tab.evaluate(f"{ROWS}.slice(0, 4).map(row => row.innerText)")
         for row, words in zip(
             told,
             (
+                ("rolled back", "learner", "gave way, after 9 sessions, to one that has learned"),
                 ("rolled back", "learner", "undecided after 40 sessions"),
                 ("discarded", "learner", "stopped before it was finished"),
                 ("not trained", "from adapter 2; NaN", "from 1 session"),

@@ -117,11 +117,76 @@ async def test_an_undecided_canary_is_rolled_back_and_its_evidence_used_again(
         assert "first-0" in learner.history.updates[2]["sessions"]
 
 
+@pytest.mark.parametrize("gives_way", [True, False])
+async def test_a_canary_of_which_little_is_known_gives_way_to_one_that_has_learned_more(
+    gives_way: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    more = {"canary": {"alpha": 0.01, "gives_way": gives_way}}
+    async with learner_of(checkpoint, tmp_path / "l", days, **more) as (learner, _):
+        week(days, "first")
+        await learner.tick()
+        await compare(days, learner, [True])
+        assert learner.history.canary == 1, "two sessions are not as many as an update waits for"
+        await compare(days, learner, [True, False, True, False])
+        assert learner.history.canary == 1, "they were sampled at a temperature that is not trained"
+        week(days, "second")
+        await learner.tick()
+        if not gives_way:
+            assert learner.history.canary == 1
+            return
+        rolled = next(line for line in learner.journal.lines if line["kind"] == "rollback")
+        assert rolled["by"] == "newer"
+        assert rolled["well"] == {"canary": [2, 4], "stable": [2, 4]}
+        assert not learner.history.set_aside
+        assert days.state["canary"] == learner.history.canary == 2
+        assert "first-0" in learner.history.updates[2]["sessions"]
+        assert learner.history.updates[2]["parent"] == 0
+        assert "compared with 0 from now on" in days.said["first-0"]
+        assert not learner.history.comparison.sessions
+
+
+async def test_a_canary_stays_if_a_gate_refuses_the_one_that_has_learned_more(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days, canary={"alpha": 0.01}) as (learner, _):
+        week(days, "first")
+        await learner.tick()
+        await compare(days, learner, [True, False])
+        strict = learner.config.gates.model_copy(update={"max_kl": 1e-9})
+        learner.config = learner.config.model_copy(update={"gates": strict})
+        week(days, "second")
+        await learner.tick()
+        assert kinds(learner)[-3:] == ["update", "gate", "rollback"]
+        assert learner.journal.lines[-1]["number"] == 2
+        for history in (learner.history, History.of(learner.journal.lines)):
+            assert (history.canary, history.pending) == (1, None)
+            assert len(history.compared) == 4
+        assert days.state["canary"] == 1
+
+
+async def test_a_canary_that_is_on_its_way_to_a_decision_does_not_give_way(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days, canary={"alpha": 0.01}) as (learner, _):
+        week(days, "first")
+        await learner.tick()
+        for good in (True, False):
+            await compare(days, learner, [good] * 3)
+            assert learner.history.canary == 1
+            assert max(learner.history.comparison.better, learner.history.comparison.worse) > 10
+            days.state["since"] += 100
+            await learner.tick()
+
+
 async def test_a_session_tells_of_both_adapters_whichever_served_it(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     days = Days()
     more = {"optimizer": {"lr": 5e-2}, "update": {"sessions": 4, "held_out": 0.0, "epochs": 8}}
+    more["canary"] = {"alpha": 0.1, "gives_way": False}
     async with learner_of(checkpoint, tmp_path / "l", days, **more) as (learner, _):
         week(days, "first")
         await learner.tick()
@@ -558,3 +623,21 @@ async def test_a_session_that_is_rated_later_is_judged_again(
         lines = len(learner.journal.lines)
         await learner.tick()
         assert len(learner.journal.lines) == lines
+
+
+async def test_the_schedule_of_the_learning_rate_is_that_of_each_update(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    more = {
+        "optimizer": {"lr": 0.01, "schedule": "linear"},
+        "update": {"sessions": 4, "held_out": 0.0, "epochs": 3},
+    }
+    async with learner_of(checkpoint, tmp_path / "l", days, **more) as (learner, _):
+        for generation in (1, 2):
+            week(days, f"week-{generation}")
+            await learner.tick()
+            line = learner.history.updates[generation]
+            assert line["metrics"]["actor/lr"] == pytest.approx(0.01 * (1 + 0.5 + 0) / 3)
+            days.order("promote", 1.0, "ann")
+            await learner.tick()
