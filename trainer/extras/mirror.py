@@ -4,6 +4,8 @@
                      /step-000010/run/    what continues the run on an empty disk: its
                                           configuration, id and summary, and its lines
                      /step-000010.json    names and sizes of all of these files, written last
+                     /batches/            of each step in the ledger, the groups that were trained:
+                                          step-000009-ab12…, with its hash in the ledger
                      /best                the checkpoint with the best evaluation
 
 Invariant: a copy counts only if its list is there and every file on it has its size. A process that
@@ -17,6 +19,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from proxy.errors import ConfigurationError
 from proxy.extras.relay.weights.file_system import FileSystem, file_system_errors, one_line
@@ -30,8 +33,9 @@ HISTORY = (
     *("run.id", "summary.json", "metrics.jsonl", "phases.jsonl", "trials.jsonl", "ledger.jsonl"),
     "config.yaml",
 )
-"""Files of the run's folder that a copy has besides the checkpoint; not the batches of its ledger.
-The configuration is fetched last, because a folder without it is not that of a run."""
+"""Files of the run's folder that a copy has besides the checkpoint. The configuration is fetched
+last, because a folder without it is not that of a run."""
+BATCHES = "batches"
 
 
 class CheckpointMirror:
@@ -109,6 +113,7 @@ class CheckpointMirror:
             (partial / "run").rename(history)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
+            self._fetch_batches(history, folder)
             for name in HISTORY:
                 if (history / name).is_file():
                     (history / name).replace(folder.path / name)
@@ -133,11 +138,36 @@ class CheckpointMirror:
         # Texts whose size is known, although the run appends to their files meanwhile.
         there = (name for name in HISTORY if (folder.path / name).is_file())
         history = {name: (folder.path / name).read_bytes() for name in there}
+        self._write_batches(history.get(folder.ledger.name, b""), folder)
         for name, text in (history | {"run.id": folder.run_id.encode()}).items():
             self._files.pipe_file(f"{copy}/run/{name}", text)
             sizes[f"run/{name}"] = len(text)
         listed = {"run_id": folder.run_id, "sizes": sizes}
         self._files.pipe_file(self._list(saved.step), json.dumps(listed).encode())
+
+    def _write_batches(self, ledger: bytes, folder: RunFolder) -> None:
+        """Copies the batches of this ledger that have no copy yet."""
+        there = self._mirrored_batches()
+        for name, copy in _batches_of(ledger).items():
+            file = folder.batches / name
+            if file.is_file() and there.get(copy) != file.stat().st_size:
+                self._system.make_folder_of(f"{self._root}/{BATCHES}/{copy}")
+                self._files.put_file(str(file), f"{self._root}/{BATCHES}/{copy}")
+
+    def _fetch_batches(self, history: Path, folder: RunFolder) -> None:
+        """Those of the fetched ledger. Copies of before 0.2.0 have none."""
+        ledger, there = history / folder.ledger.name, self._mirrored_batches()
+        names = _batches_of(ledger.read_bytes() if ledger.is_file() else b"")
+        for name, copy in names.items():
+            if copy in there:
+                folder.batches.mkdir(exist_ok=True)
+                self._files.get_file(f"{self._root}/{BATCHES}/{copy}", str(folder.batches / name))
+
+    def _mirrored_batches(self) -> dict[str, int]:
+        """Name of each copy → its size in bytes, which is less if it was cut."""
+        place = f"{self._root}/{BATCHES}"
+        found = self._files.ls(place, True) if self._files.isdir(place) else []
+        return {each["name"].rpartition("/")[2]: each["size"] for each in found}
 
     def _whole(self, step: int) -> MirroredCheckpoint | None:
         try:
@@ -193,6 +223,18 @@ class CheckpointMirror:
                 "credentials and the free space, then start the run again: it continues from the "
                 "newest whole checkpoint"
             ) from error
+
+
+def _batches_of(ledger: bytes) -> dict[str, str]:
+    """File of each batch that the lines name → its copy. A step that was trained again, after the
+    run went back, has its last line's."""
+    whole = ledger[: ledger.rfind(b"\n") + 1]  # the run may be appending a line
+    lines = (json.loads(line) for line in whole.splitlines())
+    return {
+        (name := f"step-{line['step']:06d}"): f"{name}-{line['batch'][:16]}"
+        for line in lines
+        if "batch" in line
+    }
 
 
 def _step(name: str) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from hashlib import sha256
 from pathlib import Path
 
 import fsspec
@@ -95,6 +96,46 @@ def test_copy_continues_the_run_on_an_empty_disk(
     assert empty.ledger.read_text() == '{"step": 0}\n'
     assert empty.run_id == folder.run_id
     assert not (empty.path / ".mirrored").exists()
+
+
+def trained(folder: RunFolder, step: int, groups: bytes) -> None:
+    """A step of the ledger, with its batch."""
+    folder.batches.mkdir(exist_ok=True)
+    (folder.batches / f"step-{step:06d}").write_bytes(groups)
+    with folder.ledger.open("a") as ledger:
+        ledger.write(json.dumps({"step": step, "batch": sha256(groups).hexdigest()}) + "\n")
+
+
+def test_batches_of_the_ledger_are_copied_once_and_are_those_of_the_copy(
+    memory: str, folder: RunFolder, tmp_path: Path
+) -> None:
+    mirror = CheckpointMirror(memory, keep_last=2)
+    files, root = fsspec.core.url_to_fs(memory)
+    for step in (1, 2):
+        trained(folder, step, b"old %d" % step)
+    mirror.upload(saved_at(folder, 2), folder)
+    first = f"{root}/batches/step-000001-{sha256(b'old 1').hexdigest()[:16]}"
+    written = files.created(first)
+    trained(folder, 2, b"new 2")  # the run went back to step 1
+    trained(folder, 3, b"new 3")
+    (folder.batches / "step-000004").write_bytes(b"its line is not written yet")
+    with folder.ledger.open("a") as ledger:
+        ledger.write('{"step": 4, "ba')
+    mirror.upload(saved_at(folder, 3), folder)
+    assert files.created(first) == written
+    copy = mirror.newest()
+    assert copy is not None
+    empty = RunFolder.create(tmp_path / "empty")
+    mirror.fetch(copy, empty)
+    found = {file.name: file.read_bytes() for file in empty.batches.iterdir()}
+    assert found == {
+        "step-000001": b"old 1",
+        "step-000002": b"new 2",
+        "step-000003": b"new 3",
+    }
+    files.pipe_file(first, b"cu")
+    mirror.upload(saved_at(folder, 4), folder)
+    assert files.cat_file(first) == b"old 1"
 
 
 def test_copy_that_cannot_be_fetched_leaves_nothing_on_the_disk(
