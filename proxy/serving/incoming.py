@@ -139,19 +139,26 @@ class IncomingCalls:
         request.notes += await self._backend.images.learn(request.conversation, sent, live)
 
     async def count_tokens(self, live: LiveSession, request: Call) -> int:
-        """Number of tokens of a prompt. Raises RequestError and EngineError."""
+        """Number of tokens of a prompt, with the recorded path that a call would extend. Raises
+        RequestError and EngineError."""
         if request.images is not None:
             await self._learn_images(live, request, request.images)
         conversation = request.conversation
         await self._recognised(live, conversation, large=True)
         live.returned.recover(conversation)
+        rendering, prefill = self._backend.rendering, conversation.prefill
+        make_keys = partial(live.known_keys.keys, with_reasoning=live.tree.follows)
         if conversation.messages:
-            make_keys = partial(live.known_keys.keys, with_reasoning=live.tree.follows)
             keys = await asyncio.to_thread(make_keys, conversation)
             await self._compare_calls(live, conversation, [*keys])
-        rendering, prefill = self._backend.rendering, conversation.prefill
         refuse_too_many_chars(conversation, 0, self._backend.room)
-        ids = await asyncio.to_thread(rendering.full, conversation)
+        if conversation.messages:
+            keys = await asyncio.to_thread(make_keys, conversation)
+            async with live.placing:
+                placed = await asyncio.to_thread(live.tree.place, conversation, [*keys], rendering)
+            ids = placed.prompt
+        else:
+            ids = await asyncio.to_thread(rendering.full, conversation)
         if prefill is None:
             return len(ids)
         return len(ids) + len(await asyncio.to_thread(rendering.prefill, prefill))

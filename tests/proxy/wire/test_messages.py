@@ -152,6 +152,25 @@ async def test_counting_tokens_records_no_turn(proxy: RunningProxy) -> None:
     assert len((await proxy.record(session))[1]) == 1
 
 
+async def test_count_has_the_reasoning_that_the_recorded_path_keeps(proxy: RunningProxy) -> None:
+    session = await proxy.session()
+    proxy.answers("<think>\nLet me think about this for quite a while.\n</think>\n\nDone.")
+    request = body([{"role": "user", "content": "Hi."}])
+    _, reply = await proxy.post(session, "messages", request)
+    said = [block for block in reply["content"] if block["type"] == "text"]
+    request["messages"] += [
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "And now?"},
+    ]
+    counts = [(await proxy.post(session, "messages/count_tokens", request))[1] for _ in range(2)]
+    _, reply = await proxy.post(session, "messages", request)
+    usage = reply["usage"]
+    whole = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert counts == [{"input_tokens": whole}] * 2
+    _, turns = await proxy.record(session)
+    assert turns[1].shared_tokens == turns[0].path_tokens
+
+
 async def test_overlong_prompt_gets_the_error_on_which_claude_compacts(proxy: RunningProxy) -> None:
     session = await proxy.session()
     status, reply = await proxy.post(
