@@ -67,19 +67,25 @@ def lines_before(
     return found, end or None
 
 
-def lines_of_step(path: Path, step: int, limit: int) -> list[Line]:
-    """At most `limit` lines with this `step` of a file whose steps do not decrease."""
+def lines_of_step(
+    path: Path, step: int, limit: int, matches: Callable[[Line], bool] = lambda _: True
+) -> tuple[list[Line], bool]:
+    """At most `limit` lines with this `step` that match, of a file whose steps do not decrease,
+    and whether there are more."""
     if not path.is_file():
-        return []
+        return [], False
     found: list[Line] = []
     with path.open("rb") as file:
         file.seek(_first_of(file, step))
         for raw in file:
             line = _parse(raw) if raw.endswith(b"\n") else {}
-            if line.get("step") != step or len(found) == limit:
+            if line.get("step") != step:
                 break
-            found.append(line)
-    return found
+            if matches(line):
+                if len(found) == limit:
+                    return found, True
+                found.append(line)
+    return found, False
 
 
 def last_line_with(path: Path, name: str, value: str) -> Line | None:

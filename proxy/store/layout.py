@@ -14,7 +14,7 @@ from typing import Literal
 
 from proxy.errors import ConfigurationError
 
-LAYOUT = 15
+LAYOUT = 16
 """Layouts 1 to 13 were those of version 0.1.0 while it was developed."""
 _FIRST_WITH_VERSION = 14
 """Stores of earlier layouts do not record the version that created them."""

@@ -53,8 +53,6 @@ MAX_MARKS = 500
 class SqlBrowser:
     """Implements `Browser` on any database that the two methods of a subclass read and change."""
 
-    SEQUENCE = "seq"
-    """The column of turns and answers in the order of their insertion."""
     LEAST = "least"
     """The database's function for the smaller of two numbers."""
     COMMITTED = "? IS NULL"
@@ -107,7 +105,7 @@ class SqlBrowser:
         marks = _marks(found)
         for session_id, *reward in await self._fetch(
             f"SELECT session_id, {rows.REWARD_COLUMNS} FROM rewards WHERE session_id IN ({marks})"
-            f" ORDER BY {self.SEQUENCE}",
+            f" ORDER BY seq",
             *found,
         ):
             found[session_id].session.rewards.append(rows.reward_from_row(reward))
@@ -184,10 +182,9 @@ class SqlBrowser:
         return [_head(row) for row in await self._fetch(sql, cause.value, before, limit)]
 
     async def written(self, before: int, limit: int, max_bytes: int) -> list[WrittenTurn]:
-        seq = self.SEQUENCE
         sizes = await self._fetch(
-            f"SELECT t.{seq}, coalesce(length(t.request), 0) + coalesce(length(a.answer), 0)"
-            f" FROM {_JOINED} WHERE t.{seq} < ? ORDER BY t.{seq} DESC LIMIT ?",
+            f"SELECT t.seq, coalesce(length(t.request), 0) + coalesce(length(a.answer), 0)"
+            f" FROM {_JOINED} WHERE t.seq < ? ORDER BY t.seq DESC LIMIT ?",
             before,
             limit,
         )
@@ -195,9 +192,9 @@ class SqlBrowser:
         read = [place for (place, _), total in zip(sizes, totals, strict=True) if total < max_bytes]
         first = read[-1] if read else next(iter(sizes), [before])[0]
         found = await self._fetch(
-            f"SELECT t.{seq}, t.session_id, t.idx, t.fork_cause, t.agent_id, t.started_at,"
-            f" t.request, a.answer FROM {_JOINED} WHERE t.{seq} >= ? AND t.{seq} < ?"
-            f" ORDER BY t.{seq} DESC",
+            f"SELECT t.seq, t.session_id, t.idx, t.fork_cause, t.agent_id, t.started_at,"
+            f" t.request, a.answer FROM {_JOINED} WHERE t.seq >= ? AND t.seq < ?"
+            f" ORDER BY t.seq DESC",
             first,
             before,
         )
@@ -216,16 +213,15 @@ class SqlBrowser:
         ]
 
     async def recent(self, after: Position | None, limit: int) -> Recent:
-        seq = self.SEQUENCE
-        if after is None:
+        if after is None or not await self._may_be_of_this_store(after):
             after = await self._back(limit)
         running = await self._oldest_running()
         begun = await self._begun(after.begun, limit, running)
         answers = (
-            f"{_HEAD_COLUMNS}, a.{seq}",
+            f"{_HEAD_COLUMNS}, a.seq",
             "answers a JOIN turns t ON a.session_id = t.session_id AND a.idx = t.idx",
         )
-        answered = await self._committed(*answers, f"a.{seq}", after.answered, limit, running)
+        answered = await self._committed(*answers, "a.seq", after.answered, limit, running)
         columns = "e.session_id, e.seq, e.at, e.kind, e.data"
         events = await self._committed(columns, "events e", "e.seq", after.events, limit, running)
         position = Position(
@@ -240,13 +236,17 @@ class SqlBrowser:
         ]
         return Recent(position, [head for _, head in begun], [_head(r) for r in answered], told)
 
+    async def _may_be_of_this_store(self, position: Position) -> bool:
+        """False for a position after the store's end: another store was there before."""
+        return True
+
     async def begun(self, after: int, limit: int) -> list[tuple[int, TurnHead]]:
         return await self._begun(after, limit, await self._oldest_running())
 
     async def _begun(
         self, after: int, limit: int, running: str | None
     ) -> list[tuple[int, TurnHead]]:
-        place = f"t.{self.SEQUENCE}"
+        place = "t.seq"
         found = await self._committed(
             f"{_HEAD_COLUMNS}, {place}", _JOINED, place, after, limit, running
         )
@@ -269,10 +269,9 @@ class SqlBrowser:
 
     async def _back(self, count: int) -> Position:
         """The position before the last `count` rows of each table."""
-        seq = self.SEQUENCE
         ends = [
-            (await self._fetch(f"SELECT coalesce(max({name}), 0) FROM {table}"))[0][0]
-            for table, name in (("turns", seq), ("answers", seq), ("events", "seq"))
+            (await self._fetch(f"SELECT coalesce(max(seq), 0) FROM {table}"))[0][0]
+            for table in ("turns", "answers", "events")
         ]
         return Position(*(max(0, end - count) for end in ends))
 

@@ -39,6 +39,7 @@ CREATE INDEX sessions_by_end ON sessions (coalesce(completed_at, expires_at));
 
 -- What is known before sampling. Never updated: a turn without an answer is open.
 CREATE TABLE turns (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order in which turns begin; none is used twice
     session_id TEXT NOT NULL,
     idx INTEGER NOT NULL,
     owner INTEGER NOT NULL,
@@ -59,6 +60,7 @@ CREATE INDEX forks_by_cause ON turns (fork_cause, started_at) WHERE fork_cause I
 
 -- What is known after it.
 CREATE TABLE answers (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order in which turns end
     session_id TEXT NOT NULL,
     idx INTEGER NOT NULL,
     status TEXT NOT NULL,
@@ -85,6 +87,7 @@ CREATE TABLE deliveries (
 );
 
 CREATE TABLE rewards (
+    seq INTEGER PRIMARY KEY,
     session_id TEXT NOT NULL,
     reward_key TEXT NOT NULL,
     value REAL NOT NULL,

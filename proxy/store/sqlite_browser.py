@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from proxy.errors import StoreError
+from proxy.store.browser import Position
 from proxy.store.sql_browser import SqlBrowser
 from proxy.store.sqlite_group_commit import GroupWriter
 
@@ -20,7 +21,7 @@ CACHE_KIB = 8 * 1024
 class SqliteBrowser(SqlBrowser):
     """Opens the file when it is first read."""
 
-    SEQUENCE, LEAST = "rowid", "min"
+    LEAST = "min"
 
     def __init__(self, path: Path, writer: GroupWriter | None) -> None:
         """`writer` commits changes; None: the file is opened for reading only."""
@@ -33,6 +34,11 @@ class SqliteBrowser(SqlBrowser):
         await asyncio.to_thread(self._reader.shutdown)
         if self._connection is not None:
             self._connection.close()
+
+    async def _may_be_of_this_store(self, position: Position) -> bool:
+        used = dict(await self._fetch("SELECT name, seq FROM sqlite_sequence"))
+        ends = ((position.begun, "turns"), (position.answered, "answers"))
+        return all(seen <= used.get(table, 0) for seen, table in ends)
 
     async def _fetch(self, sql: str, *values: Any) -> Sequence[Any]:
         loop = asyncio.get_running_loop()

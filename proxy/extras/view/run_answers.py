@@ -186,6 +186,8 @@ class StepTrials(TypedDict):
 
     step: int
     trials: list[TrialJson]
+    left_out: bool
+    """Whether the step has more."""
 
 
 @with_config(CLOSED)

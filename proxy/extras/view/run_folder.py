@@ -225,16 +225,22 @@ class RecordedRun:
         found, end = lines_before(self.path / "trials.jsonl", before, where.matches, limit)
         return [(at, trial_fields(line)) for at, line in found], end
 
-    def step(self, step: int) -> StepTrials:
-        """The trials of a step: those that it trained, and those of evaluations after it."""
-        found = lines_of_step(self.path / "trials.jsonl", step, STEP_TRIALS)
+    def step(self, step: int, kind: str = "", group: str = "") -> StepTrials:
+        """The trials of a step: those that it trained, and those of evaluations after it; of one
+        `kind` or `group`, if that is given."""
+
+        def matches(line: dict[str, Any]) -> bool:
+            own = line.get("group") or line.get("task_id")
+            return (not kind or line.get("kind") == kind) and (not group or own == group)
+
+        found, more = lines_of_step(self.path / "trials.jsonl", step, STEP_TRIALS, matches)
         trials = [trial_fields(line) for line in found]
         for trial in trials:
             if trial["kind"] == "train":
                 tokens = self.tokens.of(trial["trial_id"] or "")
                 trial["advantage"] = None if tokens is None else tokens.advantage
                 trial["trained_tokens"] = None if tokens is None else tokens.trained
-        return {"step": step, "trials": trials}
+        return {"step": step, "trials": trials, "left_out": more}
 
     def trial(self, trial_id: str) -> TrialJson | None:
         """None if it has not ended."""

@@ -128,14 +128,15 @@ class RunRequests:
         who=Who.READER,
         summary="The trials of a step",
         answer=StepTrials,
-        query={**RUN, "step": COUNT},
+        query={**RUN, "step": COUNT, "kind": TEXT, "group": TEXT},
         needs=("run",),
         refusals=(400, 404),
     )
     async def _step(self, request: web.Request) -> web.Response:
         step = count(request, "step", 0, most=2**31 - 1, least=0)
         run = self._run_of(request)
-        found = await asyncio.to_thread(run.step, step)
+        kind, group = request.query.get("kind", ""), request.query.get("group", "")
+        found = await asyncio.to_thread(run.step, step, kind, group)
         async with self._store_of(run) as browser:
             found["trials"] = [await self._shown(browser, run, each) for each in found["trials"]]
         return answer(found)

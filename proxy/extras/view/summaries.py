@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import orjson
@@ -15,8 +15,10 @@ from proxy.extras.view.answers import (
     SessionJson,
     StoredEvent,
 )
+from proxy.records import Reward
 from proxy.records.binary import mark_fields, reward_fields
 from proxy.store.browser import Recent, SessionSummary, TurnHead
+from proxy.store.curation import RATING
 
 MAX_METADATA_BYTES = 2_000
 
@@ -44,7 +46,7 @@ def summary_json(
         "origin": None if origin is None else {"session": origin.session_id, "turn": origin.turn},
         "reward": session.reward,
         "marks": [mark_fields(mark) for mark in session.marks[:100]],
-        "rewards": [reward_fields(reward) for reward in session.rewards[:100]],
+        "rewards": [reward_fields(reward) for reward in _first_rewards(session.rewards)],
         "turns": summary.turns + session.recorded_turns,
         "running": summary.running,
         "cut": summary.cut,
@@ -56,6 +58,11 @@ def summary_json(
         "rating": None if said is None else _rating(said),
         "refused": None if refused is None else _refusal(refused),
     }
+
+
+def _first_rewards(rewards: Sequence[Reward]) -> list[Reward]:
+    """At most 100, among them a person's rating."""
+    return sorted(rewards, key=lambda reward: reward.key != RATING)[:100]
 
 
 def _rating(said: Mapping[str, Any]) -> RatingJson:

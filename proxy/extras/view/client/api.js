@@ -143,6 +143,8 @@ let source = null;
 let position = "";
 let following = false;
 let hiddenSince = 0;
+/** Whether the page was away for long: once it is connected, everything is read again. */
+let begins = false;
 const LONG_AWAY_MS = 600_000;
 /** Listeners of "the page was away for long: read everything again". @type {Set<() => void>} */
 export const onReturn = new Set();
@@ -154,17 +156,26 @@ export function follow() {
   if (source === null && !document.hidden) connect();
 }
 
+/** Ends it and forgets what it told: who follows next may see other sessions, or another store. */
 export function unfollow() {
   following = false;
   disconnect();
+  position = "";
+  Object.assign(live, { connected: false, state: null, mayEdit: false, answered: [], events: [], running: new Map(), ends: null, lost: null });
 }
 
 function connect() {
-  const after = position && `?after=${position}`;
-  const opened = new EventSource(`/view/live${after}`);
+  const after = position && !begins && `?after=${position}`;
+  const opened = new EventSource(`/view/live${after || ""}`);
   source = opened;
   opened.onopen = () => {
     live.ends = null;
+    if (begins) {
+      begins = false;
+      position = "";
+      Object.assign(live, { answered: [], events: [], running: new Map() });
+      for (const listener of onReturn) listener();
+    }
     tell(null, true);
   };
   opened.onerror = () => {
@@ -201,17 +212,14 @@ addEventListener("pageshow", resume);
 function pause() {
   hiddenSince ||= Date.now();
   disconnect();
+  tell(null, false); // what is shown is as of now
 }
 
 function resume() {
   const away = hiddenSince && Date.now() - hiddenSince;
   hiddenSince = 0;
   if (!following || source !== null) return;
-  if (away > LONG_AWAY_MS) {
-    position = "";
-    Object.assign(live, { answered: [], events: [], running: new Map() });
-    for (const listener of onReturn) listener();
-  }
+  begins = away > LONG_AWAY_MS;
   follow();
 }
 

@@ -5,7 +5,7 @@ import { useGet } from "./hooks.js";
 import { html } from "./page.js";
 import { Note, Reward } from "./parts.js";
 import { link } from "./router.js";
-import { mean } from "./run.js";
+import { LeftOut, mean } from "./run.js";
 
 /** @typedef {import("./types.d.ts").RunTrial} RunTrial */
 /** @typedef {import("./types.d.ts").Run} Run */
@@ -37,31 +37,36 @@ const stepOf = (run, name) => run.evaluations.find((each) => each.name === name)
 
 /** @param {{run: Run, a: string, b: string, task: string | null}} given */
 function Tasks({ run, a, b, task }) {
-  const before = useGet("run/step", { run: run.name, step: stepOf(run, a) });
-  const after = useGet("run/step", { run: run.name, step: stepOf(run, b) });
+  const before = useGet("run/step", { run: run.name, step: stepOf(run, a), kind: "eval" });
+  const after = useGet("run/step", { run: run.name, step: stepOf(run, b), kind: "eval" });
   if (before.data === null || after.data === null) return html`<${Note} error=${before.error ?? after.error} />`;
   const [first, second] = [tasksOf(before.data, a), tasksOf(after.data, b)];
   const rows = [...first].flatMap(([id, trials]) => {
     const others = second.get(id);
     return others ? [{ id, a: trials, b: others, from: mean(trials, "reward"), to: mean(others, "reward") }] : [];
-  }).sort((one, other) => (other.to ?? 0) - (other.from ?? 0) - ((one.to ?? 0) - (one.from ?? 0)));
+  }).sort((one, other) => (changeOf(other) ?? -Infinity) - (changeOf(one) ?? -Infinity) || 0);
+  const more = [before.data, after.data].some((each) => /** @type {{left_out: boolean}} */ (each).left_out);
   const shown = rows.find((row) => row.id === task) ?? rows[0];
   if (shown === undefined) return html`<p class="quiet">No task has trials in both evaluations.</p>`;
-  const changes = rows.map((row) => Math.sign((row.to ?? 0) - (row.from ?? 0)));
+  const changes = rows.map((row) => Math.sign(changeOf(row) ?? NaN));
   const of = (/** @type {number} */ sign) => changes.filter((each) => each === sign).length;
-  return html`<p>${many(rows.length, "task")}: ${of(1)} better, ${of(-1)} worse, ${of(0)} with the same reward.</p>
+  const unknown = changes.filter(Number.isNaN).length;
+  return html`${more && html`<${LeftOut} />`}<p>${many(rows.length, "task")}: ${of(1)} better, ${of(-1)} worse, ${of(0)} with the same reward${unknown > 0 && `, ${unknown} not judged in both`}.</p>
     <div class="scroll tasks" tabindex="0" role="region" aria-label="Held-out tasks"><table>
       <thead><tr><th>task</th><th class="n">${oneLine(a)}</th><th class="n">${oneLine(b)}</th><th class="n">change</th></tr></thead>
       <tbody>${rows.map((row) => html`<tr key=${row.id} class=${row === shown ? "chosen" : ""}>
         <td><a href=${link("compare", run.name, { a, b, task: row.id })} aria-current=${row === shown ? "true" : null}><bdi>${oneLine(row.id)}</bdi></a></td>
         <td class="n"><${Reward} value=${row.from} /></td><td class="n"><${Reward} value=${row.to} /></td>
-        <td class="n">${signed((row.to ?? 0) - (row.from ?? 0))}</td></tr>`)}</tbody></table></div>
+        <td class="n">${signed(changeOf(row))}</td></tr>`)}</tbody></table></div>
     <h2><bdi>${oneLine(shown.id)}</bdi></h2>
     <${Aligned} trials=${[...shown.a.map((trial) => ({ trial, note: a })), ...shown.b.map((trial) => ({ trial, note: b }))]} />`;
 }
 
-/** @param {number} change */
-const signed = (change) => (change > 0 ? `+${number(change)}` : number(change));
+/** Null: one of both has no reward. @param {{from: number | null, to: number | null}} row */
+const changeOf = ({ from, to }) => (from === null || to === null ? null : to - from);
+
+/** @param {number | null} change */
+const signed = (change) => (change !== null && change > 0 ? `+${number(change)}` : number(change));
 
 /** @param {unknown} data @param {string} evaluation @returns {Map<string, RunTrial[]>} */
 function tasksOf(data, evaluation) {

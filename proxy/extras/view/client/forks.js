@@ -38,10 +38,10 @@ function part(mark, text) {
 /** The next message of each side, where one has none. @param {{fork: Fork, session: string}} given */
 const Sides = ({ fork, session }) => html`<div class="sides">
   <section><h3>Recorded next, turn #${fork.against}</h3>${fork.recorded
-    ? html`<${MessageView} message=${fork.recorded} session=${session} turn=${fork.against} place="x" />`
+    ? html`<${MessageView} message=${fork.recorded} session=${null} turn=${fork.against} place="x" />`
     : html`<p class="quiet">nothing: the conversation ended here</p>`}</section>
   <section><h3>Sent, turn #${fork.index}</h3>${fork.sent
-    ? html`<${MessageView} message=${fork.sent} session=${session} turn=${fork.index} place="x" />`
+    ? html`<${MessageView} message=${fork.sent} session=${null} turn=${fork.index} place="x" />`
     : html`<p class="quiet">nothing: the request ends here</p>`}</section></div>`;
 
 /** @param {{fork: Fork, session: string}} given */

@@ -21,7 +21,7 @@ export function Group({ place }) {
   const run = place.id;
   const step = Number(place.query.get("step") ?? 0);
   const group = place.query.get("group");
-  const { data, error } = useGet("run/step", { run, step });
+  const { data, error } = useGet("run/step", { run, step, group });
   const found = /** @type {{trials: RunTrial[]} | null} */ (data);
   if (found === null) return html`<h1>Group</h1><${Note} error=${error} />`;
   const trials = found.trials.filter((each) => each.kind === "train" && (each.group ?? each.task_id) === group);

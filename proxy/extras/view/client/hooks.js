@@ -1,6 +1,7 @@
 // Hooks that several views use.
-import { get, live } from "./api.js";
-import { useEffect, useRef, useState } from "./page.js";
+import { get, live, moment } from "./api.js";
+import { ago } from "./format.js";
+import { html, useEffect, useRef, useState } from "./page.js";
 
 /**
  * The server's answer to a request, again whenever the request changes.
@@ -49,6 +50,12 @@ export function useLive(perSecond = 2) {
     };
   }, []);
   return live;
+}
+
+/** How long ago it was, as of now. @param {{at: number | null}} given */
+export function Ago({ at }) {
+  useLive(1);
+  return html`${ago(at, moment())}`;
 }
 
 /** Keeps what was shown while it is read again. @template T @param {T | null} value */

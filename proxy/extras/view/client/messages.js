@@ -15,16 +15,24 @@ export function Text({ text, session, turn, place, code, images }) {
   const whole = typeof text === "string";
   const [more, setMore] = useState("");
   const shown = (whole ? text : text.text) + more;
-  const left = whole ? 0 : text.chars - shown.length;
-  const load = () =>
-    get("text", { session, turn, place, from: shown.length }).then(
-      (piece) => setMore((known) => known + piece.text),
+  const [failed, setFailed] = useState("");
+  const have = whole ? 0 : charsOf(shown);
+  const left = whole ? 0 : text.chars - have;
+  const load = () => {
+    setFailed("");
+    get("text", { session, turn, place, from: have }).then(
+      (piece) => setMore((known) => (known === more ? known + piece.text : known)),
+      (error) => setFailed(error.message),
     );
+  };
   return html`<div class=${code ? "text code" : "text"} dir="auto">${images ? withImages(shown, session) : visible(shown)}${
     left > 0 && (session === null ? html`<span class="left-out"> … ${count(left)} more characters are left out</span>`
-      : html`<button type="button" class="more" onClick=${load}>${count(left)} more characters</button>`)
+      : html`<button type="button" class="more" onClick=${load}>${count(left)} more characters</button>${failed && html` <span class="error">${visible(failed)}</span>`}`)
   }</div>`;
 }
+
+/** Length as the server counts it, in characters. @param {string} text */
+const charsOf = (text) => [...text].length;
 
 /** @param {string} text @param {string | null} session */
 const withImages = (text, session) =>

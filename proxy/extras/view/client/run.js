@@ -111,11 +111,21 @@ function useMetrics(names) {
   }));
 }
 
+/** @type {WeakMap<Metrics[], string[]>} */
+const namesOfSteps = new WeakMap();
+
+/** The metrics that any of the lines has; the view asks each second. @param {Metrics[]} steps */
+function namesOf(steps) {
+  const found = namesOfSteps.get(steps) ?? [...new Set(steps.flatMap((line) => Object.keys(line)))];
+  namesOfSteps.set(steps, found);
+  return found;
+}
+
 /** @param {string} name @param {Metrics[]} steps @returns {RunCurves} */
 const curvesOf = (name, steps) => ({
   name,
   last: steps.at(-1)?.step ?? 0,
-  metrics: steps.length ? [...new Set(steps.slice(-20).flatMap((line) => Object.keys(line)))] : [],
+  metrics: namesOf(steps),
   points: (metric) => steps.flatMap((line) =>
     (typeof line[metric] === "number" ? [/** @type {[number, number]} */ ([line.step, line[metric]])] : [])),
 });
@@ -127,8 +137,10 @@ const curvesOf = (name, steps) => ({
 function Step({ run, metrics, asked, chosen }) {
   const last = metrics.findLast((line) => "reward/mean" in line || "rollout/trials" in line)?.step ?? null;
   const step = asked ?? last;
-  const { data, error } = useGet("run/step", { run, step: step ?? 0 }, step === null);
-  const found = useLast(/** @type {{step: number, trials: RunTrial[]} | null} */ (data));
+  // Trials of a step that is not over are written meanwhile.
+  const written = step !== null && step >= (last ?? 0) && live.state?.runs?.find((each) => each.name === run)?.trials.join();
+  const { data, error } = useGet("run/step", { run, step: step ?? 0, kind: "train" }, [step === null, written].join());
+  const found = useLast(/** @type {{step: number, trials: RunTrial[], left_out: boolean} | null} */ (data));
   if (step === null) return null;
   /** @param {number} to */
   const at = (to) => link("run", run, { step: to, with: chosen.join(",") });
@@ -139,8 +151,11 @@ function Step({ run, metrics, asked, chosen }) {
   return html`<section id="step" aria-labelledby="step-title"><h2 id="step-title">Groups of step ${step}</h2>
     <p class="filters"><a href=${at(Math.max(0, step - 1))}>earlier</a> <label>step <input key=${step} type="number" min="0" defaultValue=${step} onChange=${go} /></label>
       <a href=${at(step + 1)}>later</a></p>
-    ${found === null || found.step !== step ? html`<${Note} error=${error} />` : html`<${Groups} run=${run} step=${step} trials=${found.trials} />`}</section>`;
+    ${found === null || found.step !== step ? html`<${Note} error=${error} />` : html`${found.left_out && html`<${LeftOut} />`}<${Groups} run=${run} step=${step} trials=${found.trials} />`}</section>`;
 }
+
+/** More trials than one answer has. */
+export const LeftOut = () => html`<p class="left-out">The step has more trials than these; the file trials.jsonl has them all.</p>`;
 
 /** @param {RunTrial[]} trials @returns {Map<string, RunTrial[]>} */
 const grouped = (trials) =>

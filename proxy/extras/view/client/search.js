@@ -1,8 +1,8 @@
 // Search over all sessions: text, a regular expression, the name of a tool, the cause of a fork, edits
 // of tests; and the searches that are saved as rules, which mark sessions.
-import { ago, CAUSES, visible, when, words } from "./format.js";
+import { CAUSES, visible, when, words } from "./format.js";
 import { post } from "./api.js";
-import { useGet, useLast, usePages } from "./hooks.js";
+import { Ago, useGet, useLast, usePages } from "./hooks.js";
 import { html, useState } from "./page.js";
 import { Cause, Choice, Note, TrialLink } from "./parts.js";
 import { link } from "./router.js";
@@ -45,7 +45,7 @@ function Hits({ query }) {
   return html`${hits.length === 0 && html`<p class="quiet">${more ? "No turn matches among the newest ones." : "No turn matches."}</p>`}
     <ol class="hits">${hits.map((hit) => html`<li key=${`${hit.session}#${hit.index}`}>
       <${TrialLink} id=${hit.session} turn=${hit.index} /> ${hit.cause && html`<${Cause} cause=${hit.cause} /> `}
-      <small class="quiet" title=${when(hit.started_at)}>${ago(hit.started_at)}</small>
+      <small class="quiet" title=${when(hit.started_at)}><${Ago} at=${hit.started_at} /></small>
       ${hit.matches.map(({ role, before, match, after }) => html`<div class="text code" dir="auto"><span class="quiet">${words(role)}: …</span>${
         visible(before)}<mark>${visible(match)}</mark>${visible(after)}…</div>`)}</li>`)}</ol>
     ${more && html`<button type="button" class="more" onClick=${more}>Search older turns</button>`}`;

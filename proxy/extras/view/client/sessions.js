@@ -1,8 +1,8 @@
 // All sessions, the newest first, and all forks of a cause; both page by page.
 import { live } from "./api.js";
 import { folderName, Thumbs } from "./curation.js";
-import { ago, CAUSES, count, duration, oneLine, short, visible, when, words } from "./format.js";
-import { usePages } from "./hooks.js";
+import { CAUSES, count, duration, oneLine, short, visible, when, words } from "./format.js";
+import { Ago, usePages } from "./hooks.js";
 import { html, useEffect, useState } from "./page.js";
 import { Cause, Choice, Marks, Note, Reward, Status, TrialLink } from "./parts.js";
 import { link } from "./router.js";
@@ -66,7 +66,7 @@ function SessionTable({ rows, again }) {
       <td class="n">${count(each.turns)}</td><td class="n">${took(each)}</td>
       <td class="n">${short(each.sampled_tokens)}</td><td class="n">${short(each.longest_path)}</td>
       <td>${Object.entries(each.forks).map(([cause, n]) => html`<${Cause} cause=${cause} />${n > 1 ? `×${n} ` : " "}`)}</td>
-      <td class="n" title=${when(each.created_at)}>${ago(each.created_at)}</td></tr>`)}</tbody></table></div>`;
+      <td class="n" title=${when(each.created_at)}><${Ago} at=${each.created_at} /></td></tr>`)}</tbody></table></div>`;
 }
 
 /** From its beginning to its end, or to its last call. @param {Session} session */
@@ -96,6 +96,6 @@ export function Forks({ place }) {
         <tbody>${/** @type {Head[]} */ (rows).map((head) => html`<tr key=${`${head.session}#${head.index}`}>
           <td><${TrialLink} id=${head.session} turn=${head.index} /></td><td>${head.fork && html`<${Cause} cause=${head.fork} />`}</td><td class="n">${count(head.shared)}</td>
           <td class="n">${count(head.new)}</td><td>${head.agent ? oneLine(head.agent) : "–"}</td>
-          <td class="n" title=${when(head.started_at)}>${ago(head.started_at)}</td></tr>`)}</tbody></table></div>`}
+          <td class="n" title=${when(head.started_at)}><${Ago} at=${head.started_at} /></td></tr>`)}</tbody></table></div>`}
     ${more && html`<button type="button" class="more" onClick=${more}>Older forks</button>`}`;
 }

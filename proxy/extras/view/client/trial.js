@@ -1,9 +1,9 @@
 // A session: its turns as a tree, and the conversation that leads to one of them.
 import { get, live } from "./api.js";
-import { ago, count, duration, many, number, oneLine, short, visible } from "./format.js";
+import { count, duration, many, number, oneLine, short, visible } from "./format.js";
 import { Curation, folderName } from "./curation.js";
 import { ForkView } from "./forks.js";
-import { useGet, useLast } from "./hooks.js";
+import { Ago, useGet, useLast } from "./hooks.js";
 import { MessageView } from "./messages.js";
 import { html, useEffect, useMemo, useRef, useState } from "./page.js";
 import { Cause, Marks, Note, Reward, Status } from "./parts.js";
@@ -113,7 +113,7 @@ const Top = ({ session, known }) => html`<div class="top">
     <span>${many(session.turns, "turn")}</span> <span>${short(session.sampled_tokens)} tokens sampled</span>
     <span>longest path ${count(session.longest_path)}</span> <span>took ${took(session)}</span>
     ${session.metadata["folder"] && html`<span title=${visible(String(session.metadata["folder"]))}>in <bdi>${folderName(session.metadata["folder"])}</bdi>
-      ${session.metadata["git_branch"] && html` on <bdi>${oneLine(String(session.metadata["git_branch"]))}</bdi>`}</span>`} <span>last call ${ago(session.last_at)}</span>
+      ${session.metadata["git_branch"] && html` on <bdi>${oneLine(String(session.metadata["git_branch"]))}</bdi>`}</span>`} <span>last call <${Ago} at=${session.last_at} /></span>
     ${session.origin && html`<a href=${link("trial", session.origin.session, { turn: session.origin.turn - 1 })}>branch of
       <bdi>${visible(session.origin.session)}</bdi> at turn ${session.origin.turn}</a>`}
     <${Marks} session=${session.id} marks=${session.marks} /> ${runOf() !== null && html`<${Tags} metadata=${session.metadata} />`}</p>
@@ -157,13 +157,17 @@ function Conversation({ session, heads, blocks, selected, asked }) {
   })}</div>`;
 }
 
+const AGAIN_MS = 3000;
+
 /**
- * The messages of the turns that were seen. `see` asks for one; requests are gathered.
+ * The messages of the turns that were seen. `see` asks for one; requests are gathered, and one that
+ * fails is made again.
  * @param {string} session @param {Head[]} heads
  */
 function useTurns(session, heads) {
   const [turns, setTurns] = useState(/** @type {Map<number, Turn>} */ (new Map()));
   const asked = useRef(/** @type {Map<number, string>} */ (new Map()));
+  const failed = useRef(/** @type {Set<number>} */ (new Set()));
   const current = useRef(heads);
   current.current = heads;
   const see = useMemo(() => {
@@ -178,8 +182,19 @@ function useTurns(session, heads) {
         const all = [...wanted];
         wanted.clear();
         for (let at = 0; at < all.length; at += 20) {
-          const found = await get("turns", { session, turns: all.slice(at, at + 20).join(",") });
-          setTurns((known) => new Map([...known, ...found.turns.map((/** @type {Turn} */ t) => [t.index, t])]));
+          const part = all.slice(at, at + 20);
+          try {
+            const found = await get("turns", { session, turns: part.join(",") });
+            setTurns((known) => new Map([...known, ...found.turns.map((/** @type {Turn} */ t) => [t.index, t])]));
+          } catch {
+            for (const each of part) {
+              asked.current.delete(each);
+              failed.current.add(each);
+            }
+            setTimeout(() => {
+              for (const each of part) if (failed.current.delete(each)) see(each);
+            }, AGAIN_MS);
+          }
         }
       });
       wanted.add(turn);
