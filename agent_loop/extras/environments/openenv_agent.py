@@ -100,13 +100,16 @@ def action_of(answer: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         text = text[text.index("\n") : -3].strip()
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     if isinstance(value, dict):
         return value
     required = schema.get("required", [])
     if len(required) != 1:
         raise ActionError(f"write a JSON object with the fields {required}")
+    wanted = schema.get("properties", {}).get(required[0], {})
+    if wanted.get("type") == "string" and not isinstance(value, str):
+        value = text  # the answer 42 to a field of text
     return {required[0]: value}
 
 

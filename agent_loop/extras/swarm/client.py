@@ -42,6 +42,8 @@ from agent_loop.extras.swarm.wire import (
 from proxy.machine.direct_hosts import proxy_for
 
 PATIENCE_S = 60.0
+REFUSED_S = 1.0
+"""Pause after a claim that was refused at once."""
 
 
 @dataclass(slots=True)
@@ -118,7 +120,9 @@ class AsyncSwarmClient:
                 wait_s=max(0.0, min(self.poll_s, left)),
             )
             try:
-                body = await self._call("POST", "/v1/episodes", claim.model_dump())
+                began = asyncio.get_running_loop().time()
+                patience_s = self.patience_s if deadline is None else min(self.patience_s, left)
+                body = await self._once("POST", "/v1/episodes", claim.model_dump(), patience_s)
             except SwarmError as error:
                 if error.code not in ("throttled", "state") or (
                     deadline is not None and left <= self.poll_s
@@ -126,6 +130,8 @@ class AsyncSwarmClient:
                     raise
                 if not (await self.status()).state.has_engine:
                     raise
+                waited = asyncio.get_running_loop().time() - began
+                await asyncio.sleep(max(0.0, min(REFUSED_S, claim.wait_s - waited)))
                 continue
             claimed = Claimed.model_validate(body)
             self._heartbeats[claimed.episode_id] = asyncio.create_task(self._beat(claimed))
@@ -182,7 +188,8 @@ class AsyncSwarmClient:
     async def abort_episode(self, episode: Claimed, reason: str = "") -> EpisodeView:
         """Aborts the episode, so that it is never trained. Repeating this is not an error."""
         try:
-            return EpisodeView.model_validate(await self._of(episode, "abort", {"reason": reason}))
+            said = {"reason": reason.encode(errors="replace").decode()}
+            return EpisodeView.model_validate(await self._of(episode, "abort", said))
         finally:
             self.release(episode)
 
@@ -242,16 +249,16 @@ class AsyncSwarmClient:
         otherwise it resumes the last checkpoint. Raises `state` while the engine runs.
         """
         path = "/v1/config" + ("?fresh" if fresh else "")
-        await self._call("PUT", path, {"config": config_text(config)})
+        await self._once("PUT", path, {"config": config_text(config)})
 
     async def start_engine(self, *, timeout_s: float = 600.0) -> Status:
         """Returns when episodes can be claimed. Raises `state` when the trainer fails, with the
         last line of its log, which names a wrong key of the configuration, for example."""
-        await self._call("POST", "/v1/start", None)
+        await self._once("POST", "/v1/start", None)
         return await self._until_rolling(timeout_s)
 
     async def stop_engine(self) -> Status:
-        return Status.model_validate(await self._call("POST", "/v1/stop", None))
+        return Status.model_validate(await self._once("POST", "/v1/stop", None))
 
     async def auto_start(
         self, config: TrainerYaml, *, force_restart: bool = False, timeout_s: float = 600.0
@@ -264,7 +271,7 @@ class AsyncSwarmClient:
         if not state.has_engine:
             try:
                 await self.sync_train_config(config, fresh=force_restart)
-                await self._call("POST", "/v1/start", None)
+                await self._once("POST", "/v1/start", None)
             except SwarmError as error:
                 if error.code != "state":  # `state`: another client has started it
                     raise
@@ -329,6 +336,21 @@ class AsyncSwarmClient:
                 answer = await self._call(method, path, body, episode_key=episode_key)
         return answer
 
+    async def _once(
+        self, method: str, path: str, body: Any = None, patience_s: float | None = None
+    ) -> Any:
+        """A call that is not repeated once it may have arrived: only while nobody listens."""
+        unsent = aiohttp.ClientConnectorError
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error.__cause__, unsent)),
+            stop=stop_after_delay(self.patience_s if patience_s is None else patience_s),
+            wait=wait_exponential(multiplier=0.1, max=3.0),
+            reraise=True,
+        ):
+            with attempt:
+                answer = await self._call(method, path, body)
+        return answer
+
     async def _call(
         self,
         method: str,
@@ -342,7 +364,7 @@ class AsyncSwarmClient:
         headers = {"X-Episode-Key": episode_key} if episode_key else {}
         data = None
         if body is not None:
-            data, headers["Content-Type"] = orjson.dumps(body), "application/json"
+            data, headers["Content-Type"] = _json(body), "application/json"
         try:
             async with self._session().request(
                 method,
@@ -386,3 +408,11 @@ def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return str(error.os_error)
     return str(error) or type(error).__name__
+
+
+def _json(body: Any) -> bytes:
+    """Raises SwarmError (`invalid`) for what JSON cannot hold."""
+    try:
+        return orjson.dumps(body)
+    except TypeError as error:  # an integer of over 64 bits, half a character
+        raise SwarmError(str(error), "invalid") from error

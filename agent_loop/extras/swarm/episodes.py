@@ -142,6 +142,7 @@ class Episodes:
                 except SwarmError:
                     await sessions.close(episode.episode_id)
                     raise
+                episode.extend_lease(time.monotonic())  # its claimant has it from now on
             except BaseException:
                 self._withdraw(episode)
                 raise

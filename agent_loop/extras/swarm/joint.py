@@ -10,6 +10,7 @@ answer. The deciding episode expires if it is still prepared when its own lease 
 from __future__ import annotations
 
 import aiohttp
+import orjson
 
 from agent_loop.extras.swarm.episode import OPEN
 from agent_loop.extras.swarm.wire import Decider, EpisodeOutcome, EpisodeState
@@ -31,9 +32,17 @@ async def outcome(decider: Decider) -> EpisodeState | None:
             body = await response.read()
     except (aiohttp.ClientError, TimeoutError):
         return None
-    if response.status == 404:
+    if response.status == 404 and _is_of_a_swarm(body):
         return EpisodeState.ABORTED  # its server never knew the episode, or lost its disk
     if response.status != 200:
         return None
     state = EpisodeOutcome.model_validate_json(body).state
     return None if state in OPEN else state
+
+
+def _is_of_a_swarm(body: bytes) -> bool:
+    """Whether a swarm server has answered that there is no such episode, not what is before it."""
+    try:
+        return bool(orjson.loads(body)["error"]["code"] == "not_found")
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return False

@@ -194,15 +194,16 @@ class SwarmServer:
             await response.write(f"id: {last}\nevent: status\ndata: {data}\n\n".encode())
 
     async def _get_config(self, _: web.Request) -> web.Response:
-        return web.Response(text=self._config_text())
+        return web.Response(text=self._config_bytes().decode(errors="replace"))
 
     async def _put_config(self, request: web.Request) -> web.Response:
         if self.swarm.state.has_engine:
             raise SwarmError(f"the engine is {self.swarm.state.value}: stop it first", "state")
         wanted = await _body(request, ConfigText)
-        if wanted.config != self._config_text() or "fresh" in request.query:
+        config = wanted.config.encode()
+        if config != self._config_bytes() or "fresh" in request.query:
             await self.swarm.set_run_dir("")
-        self.config.write_text(wanted.config, encoding="utf-8")
+        self.config.write_bytes(config)
         return web.json_response({})
 
     async def _start(self, _: web.Request) -> web.Response:
@@ -220,7 +221,11 @@ class SwarmServer:
         return _answer(await self.swarm.status())
 
     async def _claim(self, request: web.Request) -> web.Response:
-        return _answer(await self.swarm.claim(await _body(request, Claim)), status=201)
+        claimed = await self.swarm.claim(await _body(request, Claim))
+        if request.transport is None or request.transport.is_closing():
+            gone = "its client had gone before it got it"
+            await self.swarm.episodes.abort(claimed.episode_id, claimed.key, gone)
+        return _answer(claimed, status=201)
 
     async def _episodes(self, request: web.Request) -> web.Response:
         views = self.swarm.buffer(int(max(0, min(MAX_LISTED, _number(request, "limit", 1000)))))
@@ -275,8 +280,9 @@ class SwarmServer:
     async def _no_route(self, request: web.Request) -> web.StreamResponse:
         raise SwarmError(f"no route {request.method} {request.path[:200]}", "not_found")
 
-    def _config_text(self) -> str:
-        return self.config.read_text(encoding="utf-8") if self.config.exists() else ""
+    def _config_bytes(self) -> bytes:
+        """As it was written, with its ends of lines."""
+        return self.config.read_bytes() if self.config.exists() else b""
 
 
 @web.middleware

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, field_validator
 from pydantic_core import to_json
 
 from agent_loop.extras.swarm.config import SwarmConfig
 from agent_loop.producers.rollout_config import RolloutConfig
+from agent_loop.reward_values import REWARD_LIMIT
 
 EpisodeKind = Literal["train", "eval"]
 MAX_REPORT_BYTES = 65_536
@@ -101,21 +102,25 @@ class Claimed(BaseModel):
     """The policy's version when the episode was claimed."""
 
 
+RewardValue = Annotated[FiniteFloat, Field(ge=-REWARD_LIMIT, le=REWARD_LIMIT)]
+"""One that the trainer takes: more would be acknowledged, and not trained."""
+
+
 class EpisodeEnd(_Request):
     """The end of an episode. A repeated end gets the same answer, a different one `conflict`."""
 
     task_id: str = Field(min_length=1, max_length=500)
     """The task's id; episodes of one task share a baseline."""
-    reward: FiniteFloat
-    reward_parts: dict[str, FiniteFloat] = Field(default_factory=dict)
-    turn_rewards: dict[NonNegativeInt, FiniteFloat] = Field(default_factory=dict)
+    reward: RewardValue
+    reward_parts: dict[str, RewardValue] = Field(default_factory=dict)
+    turn_rewards: dict[NonNegativeInt, RewardValue] = Field(default_factory=dict)
     """Number of a model call, from 0 → its reward, in addition to the episode's."""
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("reward_parts", "metadata")
     @classmethod
     def _fits(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if (size := len(to_json(value, fallback=str))) > MAX_REPORT_BYTES:
+        if (size := len(to_json(value))) > MAX_REPORT_BYTES:
             raise ValueError(
                 f"has {size} bytes as JSON, and the limit is {MAX_REPORT_BYTES}: keep more in a "
                 "file of yours, and name it here"

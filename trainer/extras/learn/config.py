@@ -37,7 +37,7 @@ class Update(Section):
     """Number of new sessions with evidence for which an update waits."""
     good: int = Field(1, ge=0)
     """Number of good sessions among them for which it waits, too: bad ones do not say what to
-    do."""
+    do. Twice as many sessions suffice without: they say what not to do."""
     replay: float = Field(0.5, ge=0, le=1)
     """Share of the sessions that the stable adapter has learned, which are trained again."""
     held_out: float = Field(0.2, ge=0, lt=1)

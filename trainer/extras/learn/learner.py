@@ -53,6 +53,9 @@ from trainer.weight_sync.control import EngineControl
 
 _log = logging.getLogger(__name__)
 AWAY = frozenset({0, 502, 503, 504})
+WITHOUT_GOOD = 2
+"""Times `update.sessions` without a good one: an update then learns what not to do, so that other
+ways come up."""
 
 
 class DailyLearner:
@@ -357,7 +360,7 @@ class DailyLearner:
         """Whether these new sessions are what an update waits for."""
         settings, judged_ = self.config.update, self.history.sessions
         good = sum(sum(judged_[name]["turns"].values()) > 0 for name in sessions)
-        return len(sessions) >= settings.sessions and good >= settings.good
+        return len(sessions) >= settings.sessions * (1 if good >= settings.good else WITHOUT_GOOD)
 
     async def held_out(self) -> list[Group]:
         """The sessions with evidence that are never trained, by which gates measure."""

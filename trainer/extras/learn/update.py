@@ -137,7 +137,8 @@ def balanced(groups: Sequence[Group], bad: float) -> list[Group]:
     """The groups with the values of their turns as the loss takes them.
 
     Many bad answers and few good ones would only take the policy away from everything that it
-    does; so all bad ones together weigh at most `bad` of the good ones. Then the values are scaled
+    does; so all bad ones together weigh at most `bad` of the good ones. Without a good one, each
+    weighs `bad`, and the divergence holds the rest. Otherwise the values are scaled
     to a mean size of 1 per turn, so that the KL divergence, which is of every token, holds the
     policy as much where most evidence is bad, and weighs little, as elsewhere.
 
@@ -147,9 +148,9 @@ def balanced(groups: Sequence[Group], bad: float) -> list[Group]:
     values = [value for rollout in rollouts for value in rollout.turn_returns.values()]
     good = math.fsum(value for value in values if value > 0)
     of_bad = -math.fsum(value for value in values if value < 0)
-    weight = bad * min(1.0, good / of_bad) if of_bad else bad
-    size = (good + weight * of_bad) / len(values) if values else 0.0
-    scale = 1 / size if size else 1.0
+    weight = bad * min(1.0, good / of_bad) if good and of_bad else bad
+    size = (good + weight * of_bad) / len(values) if good else 1.0
+    scale = 1 / size
 
     def weighed(rollout: Rollout) -> Rollout:
         turns = rollout.turn_returns.items()

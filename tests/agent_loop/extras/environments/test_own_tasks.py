@@ -118,6 +118,9 @@ def test_tasks_of_the_configuration_come_first(tmp_path: Path) -> None:
     assert with_own_tasks(DataConfig(), command.agent) == DataConfig()
 
 
+TEXT = {"required": ["text"], "properties": {"text": {"type": "string"}}}
+
+
 @pytest.mark.parametrize(
     ("answer", "schema", "action"),
     [
@@ -125,6 +128,15 @@ def test_tasks_of_the_configuration_come_first(tmp_path: Path) -> None:
         ('```json\n{"word": "crane"}\n```', {}, {"word": "crane"}),
         ("crane", {"required": ["word"]}, {"word": "crane"}),
         (" 7 ", {"required": ["number"]}, {"number": 7}),
+        *(
+            (
+                said,
+                {"required": ["text"], "properties": {"text": {"type": "string"}}},
+                {"text": text},
+            )
+            for said, text in (("42", "42"), ("true", "true"), ('"quoted"', "quoted"))
+        ),
+        ("[" * 5000, {"required": ["text"]}, {"text": "[" * 5000}),
     ],
 )
 def test_action_is_what_the_model_wrote(

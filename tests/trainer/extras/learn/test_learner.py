@@ -214,12 +214,30 @@ async def test_an_update_waits_for_good_sessions(checkpoint: Path, tmp_path: Pat
     days = Days()
     update = {"sessions": 4, "good": 2, "held_out": 0.0, "epochs": 2}
     async with learner_of(checkpoint, tmp_path / "l", days, update=update) as (learner, _):
-        week(days, "first", 8, good_of=8)
+        week(days, "first", 7, good_of=7)
         await learner.tick()
         assert kinds(learner) == ["begin"]
         days.day("second", True, GOOD)
         await learner.tick()
         assert learner.history.canary == 1
+
+
+async def test_twice_as_many_bad_sessions_say_what_not_to_do(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days) as (learner, _):
+        for number in range(7):
+            days.day(f"bad-{number}", False, BAD)
+        await learner.tick()
+        assert kinds(learner) == ["begin"]
+        days.day("bad-7", False, BAD)
+        await learner.tick()
+        assert learner.history.canary == 1
+        at = days.state["since"] + 1
+        days.day("then", False, BAD, at=at)
+        await learner.tick()
+        assert learner.history.sessions["then"]["log_ratio"] < 0, "it is less probable"
 
 
 def test_bad_evidence_weighs_no_more_than_its_share_of_the_good() -> None:
@@ -233,15 +251,16 @@ def test_bad_evidence_weighs_no_more_than_its_share_of_the_good() -> None:
     def sizes(*groups: Group) -> list[float]:
         """The values of all turns, of which the first is good, as shares of it."""
         found = [v for g in balanced(groups, bad=0.3) for v in g.rollouts[0].turn_returns.values()]
-        assert math.fsum(map(abs, found)) == pytest.approx(len(found) if found[0] else 0.0)
-        return [value / (found[0] or 1.0) for value in found]
+        assert math.fsum(map(abs, found)) == pytest.approx(len(found))
+        return [value / found[0] for value in found]
 
     few = sizes(group("a", 1.0), group("b", *[-1.0] * 10))
     assert few == [1.0, *[pytest.approx(-0.03)] * 10]
     many = sizes(group("a", 1.0, 1.0), group("b", -1.0))
     assert many == [1.0, 1.0, pytest.approx(-0.3)]
     assert sizes(group("a", 0.5), group("b", 0.25)) == [1.0, 0.5]
-    assert sizes(group("b", -1.0)) == [0.0]
+    (alone,) = balanced([group("b", -1.0, -0.5)], bad=0.3)
+    assert alone.rollouts[0].turn_returns == {0: pytest.approx(-0.3), 1: pytest.approx(-0.15)}
 
 
 async def test_a_person_promotes_rolls_back_and_freezes(checkpoint: Path, tmp_path: Path) -> None:
