@@ -125,8 +125,10 @@ class _Read:
     """Turns without an answer, which are read again."""
 
     async def go_on(self, browser: Browser, session_id: str) -> None:
-        if self._next == 0 and (summary := await browser.session(session_id)) is not None:
-            self.secrets.add_session(summary.session)
+        name: str | None = session_id if self._next == 0 else None
+        while name is not None and (summary := await browser.session(name)) is not None:
+            self.secrets.add_session(summary.session)  # a branch has texts of its origin
+            name = None if summary.session.origin is None else summary.session.origin.session_id
         while True:
             wanted = [*sorted(self._open), *range(self._next, self._next + TURNS)]
             turns = await browser.turns(session_id, wanted)

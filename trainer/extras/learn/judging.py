@@ -73,6 +73,7 @@ def judged(seen: Seen, sources: Sequence[Source]) -> Judged:
     }
     secrets = SessionSecrets(None)
     if found:
+        secrets.add_session(seen.session)
         secrets.add(seen.turns)
     findings = tuple(_line(source, finding, secrets.known) for source, finding in found)
     return Judged(seen.session.session_id, value, turns, findings, barred)

@@ -76,7 +76,7 @@ def prepared(
         segments = build_segments(own, untrained=untrained)
     except TrajectoryError as error:
         return Prepared(None, left_out + Counter([f"inconsistent records ({error})"]))
-    segments = _without_secrets(turns, segments, decode, left_out)
+    segments = _without_secrets(session, turns, segments, decode, left_out)
     if not any(segment.mask.any() for segment in segments):
         return Prepared(None, left_out)
     task = Task(session.session_id, {})
@@ -133,12 +133,14 @@ def adapter_of(turn: Turn, policy: str) -> int | None:
 
 
 def _without_secrets(
+    session: Session,
     turns: Sequence[Turn],
     segments: Sequence[Segment],
     decode: Decode | None,
     left_out: Counter[str],
 ) -> tuple[Segment, ...]:
     secrets = SessionSecrets(decode)
+    secrets.add_session(session)
     secrets.add(turns)
     if not len(secrets.known):
         return tuple(segments)

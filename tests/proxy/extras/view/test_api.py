@@ -27,7 +27,7 @@ from proxy.extras.view.bounded import PIECE_CHARS, SHOWN_CHARS, text_of, turn_js
 from proxy.extras.view.fork import difference
 from proxy.extras.view.turn_tokens import pieces, turn_tokens
 from proxy.http.route import Who
-from proxy.records import ALTERNATIVE, Turn, TurnStatus
+from proxy.records import ALTERNATIVE, Origin, Turn, TurnStatus
 from proxy.rendering.rendering import Rendering
 from proxy.store import open_store
 from proxy.store.browser import Grant, GrantKind
@@ -636,3 +636,19 @@ async def test_an_id_that_is_used_again_shows_nothing_of_the_session_before(
             assert "FIRST" not in turns + tokens
             assert "kPq2" not in turns + found
         await proxy.control.delete("again")
+
+
+async def test_branch_shows_no_secret_that_the_metadata_of_its_origin_shows_to_be_one(
+    proxy: RunningProxy, visitor: aiohttp.ClientSession
+) -> None:
+    assert await log_in(visitor, ADMIN_KEY) == 200
+    metadata = {"db_password": "plum-Tree_77"}
+    origin = await proxy.session(trial_id="origin", metadata=metadata)
+    await work(proxy, origin, "The word is plum-Tree_77.", turns=2)
+    await proxy.control.branch(Origin("origin", 1), "branch")
+    await proxy.control.branch(Origin("branch", 1), "twig")
+    for name in ("origin", "branch", "twig"):
+        for route in ("session", "turns", "heads"):
+            query = {"session": name} | ({"turns": "0"} if route == "turns" else {})
+            async with visitor.get(f"/view/{route}", params=query) as response:
+                assert "plum-Tree" not in await response.text(), (name, route)

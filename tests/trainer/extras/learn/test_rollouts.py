@@ -102,6 +102,24 @@ def test_no_token_of_a_planted_secret_is_trained(seed: int) -> None:
     assert found.left_out["tokens of a secret"] == 2 * len(planted)
 
 
+def test_no_token_of_a_secret_that_only_the_metadata_shows_is_trained() -> None:
+    def decode(ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    text = "The word is plum-Tree_77, as you know."
+    talk = Conversation("s", adapter=5).user("Hello.").answer(text, ids=[ord(c) for c in text])
+    told = session("s", metadata={"db_password": "plum-Tree_77"})
+    found = prepared(told, talk.turns, all_good(talk), LINEAGE, decode)
+    assert found.group is not None
+    (segment,) = found.group.rollouts[0].segments
+    assert decode(segment.ids[segment.mask].tolist()) == "The word is , as you know."
+    assert prepared(session("s"), talk.turns, all_good(talk), LINEAGE, decode).left_out == {}
+    talk.user("No, I said plum-Tree_77 is my key").answer()
+    decision = judged(Seen(told, talk.turns, 0.0), (Rating(), Corrections()))
+    assert decision.findings
+    assert "plum" not in repr(decision)
+
+
 def test_a_decision_quotes_no_secret() -> None:
     token = "ghp_" + random_secrets.token_hex(18)
     talk = Conversation("s").user("Hello.").answer("Yes.").user(f"No, {token} is my key").answer()
