@@ -230,7 +230,7 @@ class RecordedRun:
         `kind` or `group`, if that is given."""
 
         def matches(line: dict[str, Any]) -> bool:
-            own = line.get("group") or line.get("task_id")
+            own = str(line.get("group") or line.get("task_id"))[:MAX_CHARS]
             return (not kind or line.get("kind") == kind) and (not group or own == group)
 
         found, more = lines_of_step(self.path / "trials.jsonl", step, STEP_TRIALS, matches)

@@ -53,6 +53,7 @@ from trainer.weight_sync.control import EngineControl
 
 _log = logging.getLogger(__name__)
 AWAY = frozenset({0, 502, 503, 504})
+OVERTAKEN = "a person or the test has decided about the canary meanwhile"
 WITHOUT_GOOD = 2
 """Times `update.sessions` without a good one: an update then learns what not to do, so that other
 ways come up."""
@@ -278,16 +279,6 @@ class DailyLearner:
         little = self.history.comparison.says_little(settings.alpha, least)
         return settings.gives_way and is_compared and little
 
-    async def _give_way(self, canary: int) -> None:
-        """Ends the canary, for one that has learned more and passed its gates."""
-        found, alpha = self.history.comparison, self.config.canary.alpha
-        counted = [line["session"] for line in self.history.compared]
-        statistics = {"better": found.better, "worse": found.worse, "alpha": alpha}
-        more = {**statistics, "compared": counted}
-        self._write("rollback", number=canary, by="newer", well=found.counts, **more)
-        said = decided("rollback", canary, self.history.stable, "newer", found, alpha)
-        await self._tell(counted, said)
-
     async def _update_if_due(self) -> None:
         history, settings = self.history, self.config.update
         learned, parent = history.learned(history.stable), history.stable
@@ -351,7 +342,7 @@ class DailyLearner:
         else:
             await self._begin_canary(number)
             began = self.history.canary == number
-            said = f"compared with {parent} from now on" if began else "refused by an engine"
+            said = f"compared with {parent} from now on" if began else "not served"
         learned_by = self.history.updates[number]
         trained = [*learned_by["sessions"], *learned_by["replayed"]]
         await self._tell(trained, f"learned by adapter {number}, {said}")
@@ -360,7 +351,9 @@ class DailyLearner:
         """Whether these new sessions are what an update waits for."""
         settings, judged_ = self.config.update, self.history.sessions
         good = sum(sum(judged_[name]["turns"].values()) > 0 for name in sessions)
-        return len(sessions) >= settings.sessions * (1 if good >= settings.good else WITHOUT_GOOD)
+        times = 1 if good >= settings.good else WITHOUT_GOOD
+        waits_for_good = times > 1 and not settings.bad
+        return len(sessions) >= settings.sessions * times and not waits_for_good
 
     async def held_out(self) -> list[Group]:
         """The sessions with evidence that are never trained, by which gates measure."""
@@ -376,14 +369,32 @@ class DailyLearner:
         except WeightSyncError as error:
             self._write("rollback", number=number, by="engine", why=[str(error)])
             return
-        before, share = self.history.canary, self.config.canary.share
-        if before is not None:
-            await self._give_way(before)
-        self._write("canary", number=number, stable=self.history.stable, share=share)
+        if self.history.canary is not None and not await self._still_gives_way():
+            self._write("rollback", number=number, by="interrupted", why=[OVERTAKEN])
+            return
+        before, found = self.history.canary, self.history.comparison
+        counted = [line["session"] for line in self.history.compared]
+        stable, alpha = self.history.stable, self.config.canary.alpha
+        self._write("canary", number=number, stable=stable, share=self.config.canary.share)
+        if before is not None:  # after the line of the new one: at any time there is one
+            more = {"better": found.better, "worse": found.worse, "alpha": alpha}
+            about = {"well": found.counts, "compared": counted}
+            self._write("rollback", number=before, by="newer", **more, **about)
         await self._assign()
+        if before is not None:
+            await self._tell(counted, decided("rollback", before, stable, "newer", found, alpha))
+
+    async def _still_gives_way(self) -> bool:
+        """Whether nothing was decided, or ordered by a person, while the update was computed."""
+        state = await self.recorder.assignment(self.policy)
+        await self._note_switches(state)
+        return not state["order"] and not state["frozen"] and self._may_give_way(state)
 
     def _roll_back(self, number: int, by: str, why: Sequence[str]) -> None:
-        aside = self.history.updates[number]["sessions"]
+        aside, canary = self.history.updates[number]["sessions"], self.history.canary
+        if canary is not None:  # what it learned has done no harm
+            of_canary = self.history.learned(canary)
+            aside = [name for name in aside if name not in of_canary]
         self._write("rollback", number=number, by=by, why=list(why), set_aside=aside)
 
     async def _groups(self, names: Sequence[str]) -> tuple[list[Group], Counter[str]]:

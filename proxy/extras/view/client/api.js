@@ -161,6 +161,7 @@ export function unfollow() {
   following = false;
   disconnect();
   position = "";
+  begins = false;
   Object.assign(live, { connected: false, state: null, mayEdit: false, answered: [], events: [], running: new Map(), ends: null, lost: null });
 }
 
@@ -219,7 +220,7 @@ function resume() {
   const away = hiddenSince && Date.now() - hiddenSince;
   hiddenSince = 0;
   if (!following || source !== null) return;
-  begins = away > LONG_AWAY_MS;
+  begins ||= away > LONG_AWAY_MS;
   follow();
 }
 
