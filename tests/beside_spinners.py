@@ -3,10 +3,10 @@
     python -m tests.beside_spinners                       # every part that has not passed yet
     python -m tests.beside_spinners tests/proxy/serving   # one part
 
-A part is a folder of tests, or a file among folders; long tests are left out. What passed is kept
-in `--state`, so that the program can be ended (Ctrl-C) and goes on where it was. A part that failed
-runs again at the next start. The exit status is 1 if a part failed, and the log of each failure is
-kept beside the state.
+A part is a folder of tests, or a file among folders; long tests are left out. What passed, and at
+which commit, is kept in `--state`, a file of the repository, so that the program can be ended
+(Ctrl-C) and goes on where it was, in another clone, too. A part that failed runs again at the next
+start. The exit status is 1 if a part failed, and the log of each failure is kept in LOGS.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TIMES, SPINNERS = 3, 4
+LOGS = ROOT / ".cache/spinners"
 PER_FILE = ("tests/e2e", "tests/e2e/agents", "tests/attacks")
 """Folders whose files are parts of their own: each takes minutes there."""
 
@@ -100,7 +101,7 @@ class Passed:
     def run(self, part: str, at: str) -> bool:
         """Whether the part has passed as often as is asked."""
         while self.count(part) < self.times:
-            log = self.state.with_name(f"{part.replace('/', '-')}-{self.count(part) + 1}.log")
+            log = LOGS / f"{part.replace('/', '-')}-{self.count(part) + 1}.log"
             began = time.monotonic()
             status = run_part(part, log)
             took = f"{time.monotonic() - began:.0f} s"
@@ -134,11 +135,11 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=TIMES)
     parser.add_argument("--spinners", type=int, default=SPINNERS)
     parser.add_argument("--at-once", type=int, default=1, help="parts that run at the same time")
-    parser.add_argument("--state", type=Path, default=ROOT / ".cache/spinners/passed.json")
+    parser.add_argument("--state", type=Path, default=ROOT / "docs/notes/beside_spinners.json")
     given = parser.parse_args()
     if unknown := sorted(set(given.parts) - set(parts())):
         parser.error(f"no parts: {', '.join(unknown)}; the parts are folders such as {parts()[0]}")
-    given.state.parent.mkdir(parents=True, exist_ok=True)
+    LOGS.mkdir(parents=True, exist_ok=True)
     passed = Passed(given.state.absolute(), given.times)
     try:
         found = beside_spinners(given.parts or parts(), given.spinners, passed, given.at_once)
