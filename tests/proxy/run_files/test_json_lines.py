@@ -59,9 +59,13 @@ def test_lines_of_a_step_are_found_wherever_they_are(tmp_path: Path) -> None:
     steps = [0, 0, 3, 3, 3, 700, 701, 701]
     path = write(tmp_path / "lines", steps)
     for step in (*steps, 1, 2, 4, 702):
-        found = lines_of_step(path, step, 100)
+        found, more = lines_of_step(path, step, 100)
         assert [line["step"] for line in found] == [each for each in steps if each == step]
-    assert len(lines_of_step(path, 3, 2)) == 2
+        assert not more
+    for limit, left in ((2, True), (3, False)):
+        found, more = lines_of_step(path, 3, limit)
+        assert (len(found), more) == (limit, left)
+    assert lines_of_step(path, 3, 3, lambda line: line["pad"] == "") == ([], False)
 
 
 def test_last_line_of_a_name_is_found_where_other_lines_mention_it(
@@ -90,7 +94,7 @@ def test_foreign_lines_are_empty_and_missing_files_have_none(tmp_path: Path) -> 
     path = tmp_path / "lines"
     path.write_bytes(b"\xff\n[1]\nnull\n\n" + b'{"step": "x"}\n')
     assert lines_after(path, 0)[0] == [{}, {}, {}, {}, {"step": "x"}]
-    assert lines_of_step(path, 3, 9) == []
+    assert lines_of_step(path, 3, 9) == ([], False)
     assert lines_before(tmp_path / "none", None, lambda line: True, 3) == ([], None)
     assert lines_after(tmp_path / "none", 5) == ([], 0)
 
