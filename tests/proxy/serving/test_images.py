@@ -449,14 +449,16 @@ async def test_retention_removes_an_image_with_the_last_session_that_has_it(
         await store.close()
 
 
-async def test_engine_with_another_processor_is_refused(start: StartProxy) -> None:
+async def test_engine_with_another_processor_is_refused(start: StartProxy, tmp_path: Path) -> None:
     """It would see other pixels than those that were recorded."""
-    proxy = await start()
+    store = await open_store(f"sqlite:///{tmp_path}/proxy.db")
+    proxy = await start(store=store)
     session = await proxy.session()
     history = [asked(FIRST, "What?")]
     answer = await chat(proxy, session, *history)
     proxy.engine.images.known.clear()
     proxy.engine.images.processor = b"another"
+    await store.announce(None)  # it would forward the call to the first, which has the pixels
     again = await start(engine=proxy.engine)
     body = {"model": "m", "messages": [*history, said(answer), asked("And?")], "max_tokens": 9}
     moved = replace(session, base_url=f"{again.url}/{session.trial_id}/v1")
@@ -464,6 +466,7 @@ async def test_engine_with_another_processor_is_refused(start: StartProxy) -> No
     assert status == 500
     assert "another processor" in refused["error"]["message"]
     assert len(proxy.engine.calls) == 1
+    await store.close()
 
 
 async def test_eval_sessions_have_images_too(proxy: RunningProxy) -> None:
