@@ -147,15 +147,16 @@ class IncomingCalls:
         await self._recognised(live, conversation, large=True)
         live.returned.recover(conversation)
         rendering, prefill = self._backend.rendering, conversation.prefill
-        make_keys = partial(live.known_keys.keys, with_reasoning=live.tree.follows)
+        keys: list[Key] = []
         if conversation.messages:
-            keys = await asyncio.to_thread(make_keys, conversation)
-            await self._compare_calls(live, conversation, [*keys])
+            make_keys = partial(live.known_keys.keys, with_reasoning=live.tree.follows)
+            keys = [*await asyncio.to_thread(make_keys, conversation)]
+            if await self._compare_calls(live, conversation, keys):
+                keys = [*await asyncio.to_thread(make_keys, conversation)]
         refuse_too_many_chars(conversation, 0, self._backend.room)
-        if conversation.messages:
-            keys = await asyncio.to_thread(make_keys, conversation)
+        if keys:
             async with live.placing:
-                placed = await asyncio.to_thread(live.tree.place, conversation, [*keys], rendering)
+                placed = await asyncio.to_thread(live.tree.place, conversation, keys, rendering)
             ids = placed.prompt
         else:
             ids = await asyncio.to_thread(rendering.full, conversation)

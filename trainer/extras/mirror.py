@@ -105,15 +105,18 @@ class CheckpointMirror:
                 for name in copy.sizes:
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
                     self._files.get_file(f"{self._copy(copy.step)}/{name}", str(partial / name))
+                self._fetch_batches(partial / "run" / folder.ledger.name, partial / BATCHES)
             except BaseException:  # the next start takes another folder
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
             history = folder.path / ".mirrored"
             shutil.rmtree(history, ignore_errors=True)
             (partial / "run").rename(history)
+            if (partial / BATCHES).is_dir():
+                shutil.rmtree(folder.batches, ignore_errors=True)
+                (partial / BATCHES).rename(folder.batches)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-            self._fetch_batches(history, folder)
             for name in HISTORY:
                 if (history / name).is_file():
                     (history / name).replace(folder.path / name)
@@ -154,14 +157,14 @@ class CheckpointMirror:
                 self._system.make_folder_of(f"{self._root}/{BATCHES}/{copy}")
                 self._files.put_file(str(file), f"{self._root}/{BATCHES}/{copy}")
 
-    def _fetch_batches(self, history: Path, folder: RunFolder) -> None:
-        """Those of the fetched ledger. Copies of before 0.2.0 have none."""
-        ledger, there = history / folder.ledger.name, self._mirrored_batches()
+    def _fetch_batches(self, ledger: Path, folder: Path) -> None:
+        """Copies those that the fetched ledger names, as far as they were copied, to the folder."""
+        there = self._mirrored_batches()
         names = _batches_of(ledger.read_bytes() if ledger.is_file() else b"")
         for name, copy in names.items():
             if copy in there:
-                folder.batches.mkdir(exist_ok=True)
-                self._files.get_file(f"{self._root}/{BATCHES}/{copy}", str(folder.batches / name))
+                folder.mkdir(exist_ok=True)
+                self._files.get_file(f"{self._root}/{BATCHES}/{copy}", str(folder / name))
 
     def _mirrored_batches(self) -> dict[str, int]:
         """Name of each copy → its size in bytes, which is less if it was cut."""

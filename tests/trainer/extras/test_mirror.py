@@ -153,6 +153,29 @@ def test_copy_that_cannot_be_fetched_leaves_nothing_on_the_disk(
     assert not list(empty.checkpoints.iterdir())
 
 
+def test_copy_whose_batches_cannot_be_fetched_leaves_nothing_on_the_disk(
+    memory: str, folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = CheckpointMirror(memory, keep_last=2)
+    trained(folder, 1, b"groups")
+    mirror.upload(saved_at(folder, 1), folder)
+    copy = mirror.newest()
+    assert copy is not None
+    get = mirror._files.get_file
+
+    def away(remote: str, local: str) -> None:
+        if "/batches/" in remote:
+            raise OSError("away")
+        get(remote, local)
+
+    monkeypatch.setattr(mirror._files, "get_file", away)
+    empty = RunFolder.create(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="cannot be read into"):
+        mirror.fetch(copy, empty)
+    assert not list(empty.checkpoints.iterdir())
+    assert not (empty.path / ".mirrored").exists()
+
+
 def test_last_checkpoints_and_the_best_are_kept(memory: str, folder: RunFolder) -> None:
     mirror = CheckpointMirror(memory, keep_last=2)
     for step in (1, 2, 3, 4):

@@ -66,9 +66,9 @@ class Canary(Section):
     """Judged sessions, of both adapters together, after which an undecided canary is rolled
     back."""
     gives_way: bool = True
-    """Whether a canary of which `update.sessions` judged sessions say little (evidence below
-    1/√alpha, that it is better and that it is worse) gives way to an adapter that has learned from
-    as many new ones, too."""
+    """Whether a canary ends undecided for an adapter that has learned from `update.sessions` more,
+    if as many judged sessions say little of it: the evidence that it is better, and the evidence
+    that it is worse, are both below 1/√alpha."""
 
 
 class Gates(Section):

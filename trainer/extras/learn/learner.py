@@ -55,8 +55,8 @@ _log = logging.getLogger(__name__)
 AWAY = frozenset({0, 502, 503, 504})
 OVERTAKEN = "a person or the test has decided about the canary meanwhile"
 WITHOUT_GOOD = 2
-"""Times `update.sessions` without a good one: an update then learns what not to do, so that other
-ways come up."""
+"""This many times `update.sessions` make an update without enough good ones. It learns what not to
+do, so that other ways come up."""
 
 
 class DailyLearner:
@@ -351,9 +351,9 @@ class DailyLearner:
         """Whether these new sessions are what an update waits for."""
         settings, judged_ = self.config.update, self.history.sessions
         good = sum(sum(judged_[name]["turns"].values()) > 0 for name in sessions)
-        times = 1 if good >= settings.good else WITHOUT_GOOD
-        waits_for_good = times > 1 and not settings.bad
-        return len(sessions) >= settings.sessions * times and not waits_for_good
+        if good >= settings.good:
+            return len(sessions) >= settings.sessions
+        return settings.bad > 0 and len(sessions) >= settings.sessions * WITHOUT_GOOD
 
     async def held_out(self) -> list[Group]:
         """The sessions with evidence that are never trained, by which gates measure."""

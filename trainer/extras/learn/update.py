@@ -137,10 +137,9 @@ def balanced(groups: Sequence[Group], bad: float) -> list[Group]:
     """The groups with the values of their turns as the loss takes them.
 
     Many bad answers and few good ones would only take the policy away from everything that it
-    does; so all bad ones together weigh at most `bad` of the good ones. Without a good one, each
-    weighs `bad`, and the divergence holds the rest. Otherwise the values are scaled
-    to a mean size of 1 per turn, so that the KL divergence, which is of every token, holds the
-    policy as much where most evidence is bad, and weighs little, as elsewhere.
+    does. So all bad ones together weigh at most `bad` of the good ones, and the values are scaled
+    to a mean size of 1 per turn: the KL divergence, which every token has, would otherwise outweigh
+    evidence that is mostly bad. Without a good answer, each bad one weighs `bad`.
 
     Example: one turn of 1.0 and ten of -1.0, with bad=0.3, become one of 8.46 and ten of -0.254.
     """

@@ -90,7 +90,7 @@ function Why({ decision }) {
 }
 
 /** The figures of a decision, as sentences. @param {Decision} decision @returns {string[]} */
-function told({ kind, by: cause, beside, figures, went_well: well }) {
+function told({ kind, by: cause, beside, figures, went_well: well, why }) {
   const { better, worse, alpha, share: part, replayed, set_aside: aside } = figures;
   const again = replayed ? [`with ${many(replayed, "earlier session")} again`] : [];
   if (kind === "update" || kind === "failed") return [beside ? `from adapter ${beside}` : "from the model as it is", ...again];
@@ -102,7 +102,7 @@ function told({ kind, by: cause, beside, figures, went_well: well }) {
   return [
     ...(kind === "rollback" && cause === "undecided" ? [`undecided after ${many(compared, "session")}`] : []),
     ...(kind === "rollback" && cause === "newer" ? [`gave way, after ${many(compared, "session")}, to one that has learned from more`] : []),
-    ...(cause === "interrupted" ? ["the learner was stopped before it was finished"] : []),
+    ...(cause === "interrupted" && why.length === 0 ? ["the learner was stopped before it was finished"] : []),
     ...(went.length ? [`went well: ${went.join(", ")}`] : []),
     ...(better === undefined ? [] : [`evidence that it is better ${number(better)}, that it is worse ${number(worse)}${alpha ? ` (${number(1 / alpha)} decides)` : ""}`]),
     ...(aside ? [`its ${many(aside, "session")} will not be trained again`] : []),

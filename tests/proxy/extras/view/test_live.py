@@ -20,6 +20,9 @@ from proxy.extras.view.live import LiveFeed
 from proxy.person_keys import EVERYTHING
 from proxy.records import Session, SessionKind, SessionStatus
 from proxy.store import open_store
+from proxy.store.browser import Position
+from tests.proxy.conftest import StartProxy
+from tests.proxy.extras.view.recording import call, user
 
 
 async def allowed() -> bool:
@@ -109,3 +112,25 @@ async def test_a_program_that_watches_ends_with_the_stream(tmp_path: Path) -> No
         await store.close()
     assert [each.state is None for each in seen] == [True, False, True, False]
     assert all(each.position for each in seen)
+
+
+async def test_reader_misses_nothing_after_the_newest_session_is_deleted(
+    start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    store = await open_store(f"sqlite:///{tmp_path}/a.db")
+    proxy = await start_proxy(store=store)
+    for name in ("first", "newest"):
+        session = await proxy.session(trial_id=name)
+        for number in range(3):
+            await call(proxy, session, [user(f"{name} {number}")])
+    seen = (await store.browser.recent(Position(), 100)).position
+    await proxy.control.delete("newest")
+    session = await proxy.session(trial_id="next")
+    await call(proxy, session, [user("Go on.")])
+    news = await store.browser.recent(seen, 100)
+    assert [head.session_id for head in news.begun] == ["next"]
+    assert [head.session_id for head in news.answered] == ["next"]
+    other = await open_store(f"sqlite:///{tmp_path}/b.db")
+    assert (await other.browser.recent(news.position, 100)).position == Position()
+    await other.close()
+    await store.close()

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from proxy.client import ProxyClient
-from proxy.store import open_store
-from proxy.store.browser import Position
 from tests.needs import needs
 from tests.proxy.conftest import RunningProxy, StartProxy
 from tests.proxy.extras.view.chromium import MISSING, Tab
 from tests.proxy.extras.view.conftest import enter, show
 from tests.proxy.extras.view.recording import call, user, work
 
+pytestmark = [needs(MISSING), pytest.mark.programs]
 FAILS_ONCE = """(() => {
   const real = window.fetch;
   let failed = false;
@@ -28,30 +27,6 @@ FAILS_ONCE = """(() => {
 })()"""
 
 
-async def test_reader_misses_nothing_after_the_newest_session_is_deleted(
-    start_proxy: StartProxy, tmp_path: Path
-) -> None:
-    store = await open_store(f"sqlite:///{tmp_path}/a.db")
-    proxy = await start_proxy(store=store)
-    for name in ("first", "newest"):
-        session = await proxy.session(trial_id=name)
-        for number in range(3):
-            await call(proxy, session, [user(f"{name} {number}")])
-    seen = (await store.browser.recent(Position(), 100)).position
-    await proxy.control.delete("newest")
-    session = await proxy.session(trial_id="next")
-    await call(proxy, session, [user("Go on.")])
-    news = await store.browser.recent(seen, 100)
-    assert [head.session_id for head in news.begun] == ["next"]
-    assert [head.session_id for head in news.answered] == ["next"]
-    other = await open_store(f"sqlite:///{tmp_path}/b.db")
-    assert (await other.browser.recent(news.position, 100)).position == Position()
-    await other.close()
-    await store.close()
-
-
-@pytest.mark.programs
-@needs(MISSING)
 async def test_who_logs_in_next_sees_nothing_of_the_reader_before(
     start_proxy: StartProxy, tmp_path: Path, tab: Tab
 ) -> None:
@@ -74,8 +49,6 @@ async def test_who_logs_in_next_sees_nothing_of_the_reader_before(
     assert "of-bob" not in await tab.text("main")
 
 
-@pytest.mark.programs
-@needs(MISSING)
 async def test_long_text_is_counted_in_characters_and_asked_for_again(
     proxy: RunningProxy, tab: Tab
 ) -> None:
@@ -101,8 +74,6 @@ def _line(step: int, task: int, kind: str, reward: float | None, **more: Any) ->
     )
 
 
-@pytest.mark.programs
-@needs(MISSING)
 async def test_run_shows_every_curve_what_was_not_judged_and_a_step_that_goes_on(
     start_proxy: StartProxy, tmp_path: Path, tab: Tab
 ) -> None:
