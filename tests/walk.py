@@ -1,7 +1,7 @@
 """Counts the files that a request passes, from its handler to the last byte of the answer.
 
     python -m tests.walk            # the third request of a session, not streamed
-    python -m tests.walk --each     # and every step
+    python -m tests.walk --each     # and every step, with the functions that ran
 
 The value moves to a file when a line of it runs. Not counted are calls of at most 10 lines that
 call no longer function of the proxy, and a coroutine that only waits for another one, because no
@@ -16,7 +16,8 @@ import asyncio
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -50,13 +51,14 @@ class Activation:
         long = max(lines, default=0) - min(lines, default=0) > PURE_LINES
         return long or any(isinstance(s, Activation) and s.is_counted for s in self.steps)
 
-    def walk(self) -> list[str]:
-        """The file of every line that counts, in order."""
+    def walk(self) -> list[tuple[str, str]]:
+        """The file and the function of every line that counts, in order."""
         if not self.is_counted:
             return []
-        found: list[str] = []
+        found: list[tuple[str, str]] = []
         for step in self.steps:
-            found += step.walk() if isinstance(step, Activation) else [self.file]
+            own = [(self.file, self.code.co_qualname)]
+            found += step.walk() if isinstance(step, Activation) else own
         return found
 
 
@@ -70,13 +72,20 @@ class Trace:
     def start(self) -> None:
         sys.settrace(self._called)
 
-    def stop(self) -> list[str]:
-        """The files that were passed, in order, without repetitions."""
+    def stop(self) -> list[tuple[str, list[str]]]:
+        """The files that were passed, in order, each with the functions that ran there until the
+        next one."""
         sys.settrace(None)
-        files = [
-            f for step in self._root.steps if isinstance(step, Activation) for f in step.walk()
+        lines = [
+            line
+            for step in self._root.steps
+            if isinstance(step, Activation)
+            for line in step.walk()
         ]
-        return files[:1] + [after for before, after in pairwise(files) if after != before]
+        return [
+            (file, list(dict.fromkeys(function for _, function in there)))
+            for file, there in groupby(lines, key=itemgetter(0))
+        ]
 
     def _called(self, frame: FrameType, _: str, __: Any) -> Any:
         path = Path(frame.f_code.co_filename)
@@ -102,8 +111,8 @@ class Trace:
         return self._stepped
 
 
-async def walk() -> list[str]:
-    """The files that the third request of a session passes, in order."""
+async def walk() -> list[tuple[str, list[str]]]:
+    """The files that the third request of a session passes, in order, with the functions there."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = write_checkpoint(folder)
@@ -130,11 +139,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Counts the files that a request passes.")
     parser.add_argument("--each", action="store_true", help="print every step")
     given = parser.parse_args()
-    files = asyncio.run(asyncio.wait_for(walk(), 60))
+    steps = asyncio.run(asyncio.wait_for(walk(), 60))
     if given.each:
-        print("\n".join(files))
-    passed = set(files)
-    print(f"{len(passed)} files, {len(files) - len(passed)} returns")
+        print("\n".join(f"{file}  {', '.join(functions)}" for file, functions in steps))
+    passed = {file for file, _ in steps}
+    print(f"{len(passed)} files, {len(steps) - len(passed)} returns")
 
 
 if __name__ == "__main__":
