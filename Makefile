@@ -247,7 +247,7 @@ format: setup ## format the source and apply ruff's fixes
 	$(BIN)/ruff format .
 
 docs: setup ## build the documentation site in .cache/site, with every link checked
-	$(BIN)/mkdocs build -q --strict
+	$(BIN)/mkdocs build --strict # with -q, it does not count broken links
 
 # The base images are pulled, or made by docker/base_images.sh. If pip needs settings to reach an
 # index: BUILD_FLAGS="--volume $$PWD/pip.conf:/etc/pip.conf:ro".

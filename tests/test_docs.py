@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from itertools import takewhile
@@ -174,6 +175,22 @@ def test_built_pages_need_no_other_host() -> None:
     assert [block for block in all_blocks("bash", "mermaid") if block.language == "mermaid"] == []
     fetched = re.compile(r"!\[[^]]*\]\(https?://|<(?:img|script|link|iframe)\b[^>]*https?://")
     assert not [name_of(page) for page in PAGES if fetched.search(page.read_text("utf-8"))]
+
+
+def test_the_site_is_not_built_with_a_broken_link(tmp_path: Path) -> None:
+    made = subprocess.run(
+        ["make", "-n", "docs"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    (command,) = re.findall(r"\S+/mkdocs (build .*?)(?: #.*)?$", made, re.M)
+    (tmp_path / "mkdocs.yml").write_text("site_name: one page\n")
+    page = tmp_path / "docs" / "index.md"
+    page.parent.mkdir()
+    codes = []
+    for link in ("index.md", "../README.md#install"):
+        page.write_text(f"[a link]({link})\n")
+        built = subprocess.run([sys.executable, "-m", "mkdocs", *command.split()], cwd=tmp_path)
+        codes.append(built.returncode)
+    assert codes == [0, 1]
 
 
 def test_page_of_keys_has_an_anchor_for_each_section() -> None:
