@@ -16,21 +16,34 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from proxy.engines import images, vllm, vllm_metrics
-from proxy.extras.binary_route.frames import PATH as FRAMES
-from proxy.extras.engines import sglang
 from proxy.machine.port import BACKLOG, family, http_url
-from proxy.testing.scripted_frames import ScriptedRefusal, ScriptedSocket
+from proxy.settings.late_section import load_extra
 from proxy.testing.scripted_images import ScriptedImages
-from proxy.testing.scripted_wires import WIRES, Fault, ScriptedCall, Wire, scripted_logprob
+from proxy.testing.scripted_wires import (
+    WIRES,
+    Fault,
+    ScriptedCall,
+    ScriptedRefusal,
+    Wire,
+    scripted_logprob,
+)
+
+if TYPE_CHECKING:
+    from proxy.testing.scripted_frames import ScriptedSocket
 
 __all__ = ["Fault", "Script", "ScriptedCall", "ScriptedEngine", "scripted_logprob", "text_script"]
+
+SGLANG_ABORT = "/abort_request"
+FRAMES = "proxy.extras.binary_route.frames:PATH"
+FRAMES_SOCKET = "proxy.testing.scripted_frames:ScriptedSocket"
+"""The extra is imported by engines that have its route."""
 
 Script = Callable[[list[int]], Sequence[int] | Awaitable[Sequence[int]]]
 """Prompt ids → answer ids, including the stop token. It may be a coroutine function."""
@@ -105,8 +118,8 @@ class ScriptedEngine:
                 *(web.post(wire.route, self._generating(wire)) for wire in WIRES),
                 web.post(images.RENDER, self._render),
                 web.post(vllm.ABORT, self._abort),
-                web.post(sglang.ABORT, self._abort),
-                *([web.get(FRAMES, self._serve_frames)] if self.frames else ()),
+                web.post(SGLANG_ABORT, self._abort),
+                *([web.get(load_extra(FRAMES), self._serve_frames)] if self.frames else ()),
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
                 web.get(vllm_metrics.METRICS, self._metrics),
@@ -191,7 +204,7 @@ class ScriptedEngine:
         return handle
 
     async def _serve_frames(self, request: web.Request) -> web.StreamResponse:
-        client = ScriptedSocket(request)
+        client: ScriptedSocket = load_extra(FRAMES_SOCKET)(request)
         self._sockets.add(client)
         try:
             return await client.serve(self._sample_for_frames)

@@ -20,14 +20,6 @@ Answer = Callable[[dict[str, Any], "ScriptedSocket"], AsyncIterator[dict[str, An
 """The bodies of the events of a call, in vLLM's form. Raises ScriptedRefusal."""
 
 
-class ScriptedRefusal(Exception):
-    """The scripted engine does not accept a call, or fails it."""
-
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(words)
-        self.status = status
-
-
 class ScriptedSocket:
     """Implements `proxy.extras.binary_route.server.Socket` with aiohttp's."""
 

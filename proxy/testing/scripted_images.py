@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from proxy.testing.scripted_frames import ScriptedRefusal
-from proxy.testing.scripted_wires import ScriptedCall
+from proxy.testing.scripted_wires import ScriptedCall, ScriptedRefusal
 
 PICTURE = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0 \0\0\0 \x08\x02\0\0\0\xfc\x18\xed\xa3"
 """The beginning of a PNG of 32 by 32 pixels. With more bytes, it is an image of its own here."""

@@ -18,8 +18,11 @@ import numpy as np
 
 from proxy.engines import vllm
 from proxy.engines.missing_logprob import MISSING_LOGPROB
-from proxy.extras.engines import completions, sglang
 from proxy.records import RoutedExperts, routed_experts
+
+COMPLETIONS = "/v1/completions"
+SGLANG_GENERATE = "/generate"
+"""Routes as these engines document them, not taken from the clients that are tested with them."""
 
 FaultKind = Literal["error", "die", "stall", "abort", "missing_logprob", "nonsense"]
 
@@ -35,6 +38,14 @@ class Fault:
 
     kind: FaultKind
     after_tokens: int = 0
+
+
+class ScriptedRefusal(Exception):
+    """The scripted engine does not accept a call, or fails it."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
 
 
 @dataclass(slots=True)
@@ -241,8 +252,8 @@ def _write_sglang(call: ScriptedCall, start: int, end: int) -> dict[str, Any]:
 
 WIRES = (
     Wire(vllm.GENERATE, _read_vllm, _write_vllm),
-    Wire(completions.COMPLETIONS, _read_completions, _write_completions),
-    Wire(sglang.GENERATE, _read_sglang, _write_sglang),
+    Wire(COMPLETIONS, _read_completions, _write_completions),
+    Wire(SGLANG_GENERATE, _read_sglang, _write_sglang),
 )
 
 

@@ -13,8 +13,8 @@ import pytest
 from proxy.conversation.images import MARK, joined_blocks, mark
 from proxy.rendering.rendering import Rendering
 from proxy.testing.scripted_engine import ScriptedEngine
-from proxy.testing.scripted_frames import ScriptedRefusal
 from proxy.testing.scripted_images import PICTURE
+from proxy.testing.scripted_wires import ScriptedRefusal
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy, StartProxy, starting_proxies
 from tests.proxy.serving.test_images import (
     FIRST,
