@@ -16,6 +16,7 @@ from typing import Any
 
 from proxy.admin_key import client_key
 from proxy.client import ProxyClient
+from proxy.extra_registry import PAGE_LINKS
 from proxy.machine.port import usable_port
 from proxy.settings.late_section import load_extra
 from proxy.store import open_store
@@ -42,7 +43,7 @@ class Services:
     proxy: ProxyClient
     """The proxy's control plane."""
     page: str | None = None
-    """What is said of the run's page; None for a proxy that the run did not start."""
+    """What is said of the run's page; None without a page, or for a proxy of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +171,14 @@ async def _check_images(client: ProxyClient, vision: str) -> None:
             )
 
 
-async def _said_link(folder: RunFolder, url: str) -> str:
-    """What is said of a link that opens the run's page once."""
+async def _said_link(folder: RunFolder, url: str) -> str | None:
+    """What is said of a link that opens the run's page once; None without a page."""
+    if PAGE_LINKS is None:
+        return None
     store = await open_store(f"sqlite:///{folder.sessions.absolute()}")
     try:
-        secret = await load_extra("proxy.extras.view.access:new_link")(store.browser)
-        said_link = load_extra("proxy.extras.view.access:said_link")
+        secret = await load_extra(f"{PAGE_LINKS}:new_link")(store.browser)
+        said_link = load_extra(f"{PAGE_LINKS}:said_link")
         said: str = said_link(url, secret, folder.path.absolute() / "page.link")
         return said
     finally:
