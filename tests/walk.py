@@ -3,10 +3,10 @@
     python -m tests.walk            # the third request of a session, not streamed
     python -m tests.walk --each     # and every step, with the functions that ran
 
-The value moves to a file when a line of it runs. Not counted are calls of at most 10 lines that
-call no longer function of the proxy, and a coroutine that only waits for another one, because no
-line of it runs afterwards. A return is a step to a file that was passed before. Threads (the
-writer of the store) and the scripted engine are left out.
+The value moves to a file when a line of it runs. Not counted are calls of at most 10 lines of code
+(docstrings are none) that call no longer function of the proxy, and a coroutine that only waits for
+another one, because no line of it runs afterwards. A return is a step to a file that was passed
+before. Threads (the writer of the store) and the scripted engine are left out.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Activation:
     @property
     def is_counted(self) -> bool:
         """Whether it is longer than a pure call, or calls such a function."""
-        lines = [line for _, _, line in self.code.co_lines() if line is not None]
-        long = max(lines, default=0) - min(lines, default=0) > PURE_LINES
+        lines = {line for _, _, line in self.code.co_lines() if line is not None}
+        long = len(lines - {self.code.co_firstlineno}) > PURE_LINES
         return long or any(isinstance(s, Activation) and s.is_counted for s in self.steps)
 
     def walk(self) -> list[tuple[str, str]]:

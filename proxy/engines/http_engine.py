@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
@@ -107,6 +107,11 @@ class ReportedFailure(Exception):
         self.code = code
         self.message = message
 
+    @classmethod
+    def of(cls, failure: EngineFailure) -> Self:
+        """The failure in an answer. Codes that are names are those of the engine's own faults."""
+        return cls(failure.code if isinstance(failure.code, int) else 500, failure.message)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
@@ -168,7 +173,8 @@ class Received:
     def end(self) -> Chunk:
         """The last chunk, for after the response has ended. Raises EngineError if there is none, or
         if there was more after it."""
-        self.take_all(self._decode(self._rest, self._call, self.tokens))
+        if self._rest:
+            self.take_all(self._decode(self._rest, self._call, self.tokens))
         if self.last is None:
             raise self._upstream.fault("ended its stream without a finish reason")
         return self.last
@@ -209,19 +215,31 @@ def posting(route: str, encode: Encode, *, streams: bool = True) -> Post:
     answers in events if the call wants a stream; else it always answers with a whole body."""
 
     async def post(upstream: Upstream, call: EngineCall, received: Received) -> None:
-        body = encode(call)
-        if not (streams and call.stream):
-            received.payloads([await upstream.post(route, body)])
-            return
-        limit = MAX_EVENT_BYTES if call.sampling.experts_from is None else MAX_EXPERTS_BYTES
-        try:
-            async with asyncio.timeout(None) as received.time_left:
-                await upstream.events(route, body, received.payloads, event_bytes=limit)
-        except (EngineError, TimeoutError):
-            if not received.is_complete:
-                raise
+        await send(upstream, route, encode(call), call, received, streams=streams)
 
     return post
+
+
+async def send(
+    upstream: Upstream,
+    route: str,
+    body: bytes,
+    call: EngineCall,
+    received: Received,
+    *,
+    streams: bool = True,
+) -> None:
+    """Posts the body of a call; as `posting`."""
+    if not (streams and call.stream):
+        received.payloads([await upstream.post(route, body)])
+        return
+    limit = MAX_EVENT_BYTES if call.sampling.experts_from is None else MAX_EXPERTS_BYTES
+    try:
+        async with asyncio.timeout(None) as received.time_left:
+            await upstream.events(route, body, received.payloads, event_bytes=limit)
+    except (EngineError, TimeoutError):
+        if not received.is_complete:
+            raise
 
 
 class HttpEngine:
@@ -356,19 +374,17 @@ def connection(config: EngineConfig) -> dict[str, Any]:
     return {"url": config.url, "name": config.name, "api_key": key, "model": config.model}
 
 
-def answers(payloads: Iterable[bytes], decoder: msgspec.json.Decoder[A]) -> Iterator[A]:
-    """The answers in payloads. Raises UnusableAnswer and ReportedFailure."""
-    for payload in payloads:
-        try:
-            answer = decoder.decode(payload)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise UnusableAnswer(f"sent an invalid response: {error}") from error
-        if answer.error is not None:
-            code = answer.error.code if isinstance(answer.error.code, int) else 500
-            raise ReportedFailure(code, answer.error.message)
-        if answer.choices and (len(answer.choices) > 1 or answer.choices[0].index != 0):
-            raise UnusableAnswer(f"sent {len(answer.choices)} choices, or a choice other than 0")
-        yield answer
+def answer_in(payload: bytes, decoder: msgspec.json.Decoder[A]) -> A:
+    """The answer in a payload. Raises UnusableAnswer and ReportedFailure."""
+    try:
+        answer = decoder.decode(payload)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise UnusableAnswer(f"sent an invalid response: {error}") from error
+    if answer.error is not None:
+        raise ReportedFailure.of(answer.error)
+    if answer.choices and (len(answer.choices) > 1 or answer.choices[0].index != 0):
+        raise UnusableAnswer(f"sent {len(answer.choices)} choices, or a choice other than 0")
+    return answer
 
 
 def recorded(reported: Reported, sampling: Sampling) -> Alternatives | None:

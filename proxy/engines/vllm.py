@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import starmap
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -32,11 +31,11 @@ from proxy.engines.http_engine import (
     Received,
     ReportedFailure,
     UnusableAnswer,
-    answers,
+    answer_in,
     connection,
     finish_reason,
-    posting,
     recorded,
+    send,
     weight_version,
 )
 from proxy.engines.images import (
@@ -191,7 +190,6 @@ class VllmEngine(HttpEngine):
         """The digests of images that the engine has had."""
         self._bringing = asyncio.Semaphore(BRINGING_AT_ONCE)
         self._prompts = PromptJson()
-        self._post_json = posting(GENERATE, partial(encode, self._prompts))
         super().__init__(url, post=self._post_by_either_route, decode=decode, **more)
         self._frames = _binary_route(self._upstream)
         self._has_frames: bool | None = None
@@ -214,7 +212,8 @@ class VllmEngine(HttpEngine):
             return await self._post_images(upstream, call, received, call.sampling.images)
         frames = await self._open_frames(call)
         if frames is None:
-            return await self._post_json(upstream, call, received)
+            body = encode(self._prompts, call)
+            return await send(upstream, GENERATE, body, call, received)
         received.cancels_itself = True
 
         def take(*sampled: Any) -> None:
@@ -232,8 +231,8 @@ class VllmEngine(HttpEngine):
             had = digests & self._had
             try:
                 items = await self._brought(upstream, call, images)
-                post = posting(GENERATE, partial(encode, self._prompts, items=items))
-                await post(upstream, call, received)
+                body = encode(self._prompts, call, items)
+                await send(upstream, GENERATE, body, call, received)
             except ServerError:
                 if received.tokens or not had or is_last:
                     raise
@@ -260,9 +259,9 @@ class VllmEngine(HttpEngine):
                 request_id=f"{call.request_id}+{count}",
                 stream=False,
             )
-            post = posting(GENERATE, partial(encode, self._prompts, items=items))
             received = Received(decode, upstream, begin, lambda chunk: None)
-            await post(upstream, begin, received)
+            body = encode(self._prompts, begin, items)
+            await send(upstream, GENERATE, body, begin, received)
             received.end()
 
         if len({span.digest for span in spans} - self._had) <= FEW:
@@ -419,7 +418,8 @@ def decode(payloads: list[bytes], call: EngineCall, given: int) -> Iterator[Chun
     choices: list[_Choice[Any]] = []
     failure: Exception | None = None
     try:
-        for answer in answers(payloads, decoder):
+        for payload in payloads:
+            answer = answer_in(payload, decoder)
             if not given and not choices and call.sampling.images is not None:
                 check_echo(call.sampling.images.spans, answer.mm_placeholders)
             choices += answer.choices

@@ -34,11 +34,6 @@ class Backend:
     """Gets each recorded turn with the session that made the call and the requested model name;
     returns at once."""
 
-    def recorded(self, session_id: str, turn: Turn, model: str) -> None:
-        """Counts a turn whose answer is recorded, and hands it on."""
-        self.metrics.recorded(turn, model)
-        self.on_turn(session_id, turn, model)
-
     @property
     def room(self) -> int | None:
         """The smallest known limit on prompt and answer together."""

@@ -467,7 +467,8 @@ class LiveCall:
             self._answered.append(turn.index)
         else:
             live.own.discard(turn.index)
-        self.backend.recorded(live.session.session_id, turn, self.asked.request.model)
+        self.backend.metrics.recorded(turn, self.asked.request.model)
+        self.backend.on_turn(live.session.session_id, turn, self.asked.request.model)
         live.publish("turn", index=turn.index, status=turn.status, finish_reason=turn.finish_reason)
 
     async def _record_event(self, kind: str, data: dict[str, Any]) -> None:

@@ -237,7 +237,16 @@ class SqliteStore:
 
     async def commit_turn(self, turn: Turn, quota: str = "") -> None:
         which = (turn.session_id, turn.index)
-        if not await self._writer.write(lambda c: sqlite_quotas.commit(c, turn, quota)):
+        values = (*rows.answer_row(turn), *which)
+
+        def commit(c: sqlite3.Connection) -> bool:
+            before = sqlite_quotas.counted(c, which, quota)
+            if c.execute(statements.COMMIT, values).rowcount == 0:
+                return False
+            sqlite_quotas.ended(c, turn, before, quota)
+            return True
+
+        if not await self._writer.write(commit):
             found = await self._read(lambda c: c.execute(statements.IS_TURN, which).fetchall())
             raise rows.unrecorded(*which, exists=bool(found))
 

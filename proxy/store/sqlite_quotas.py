@@ -8,7 +8,7 @@ from typing import Any
 
 from proxy.errors import QuotaReached
 from proxy.records import Quota, Turn
-from proxy.store import quota_rows, rows
+from proxy.store import quota_rows
 from proxy.store import sqlite_statements as statements
 
 _ALLOWS = f"SELECT 1 FROM quotas WHERE name = ? AND {quota_rows.ALLOWS}"
@@ -32,18 +32,18 @@ def begun(c: sqlite3.Connection, quota: str) -> None:
         c.execute(_BEGUN, (quota,))
 
 
-def commit(c: sqlite3.Connection, turn: Turn, quota: str) -> bool:
-    """Records the answer and counts its tokens. Returns whether the turn exists."""
-    which = (turn.session_id, turn.index)
-    before = c.execute(_RECORDED, which).fetchone() if quota else None
-    if c.execute(statements.COMMIT, (*rows.answer_row(turn), *which)).rowcount == 0:
-        return False
+def counted(c: sqlite3.Connection, which: Sequence[Any], quota: str) -> int | None:
+    """The tokens with which a turn's answer is counted; None if it is not. `which`: session and
+    index."""
+    found = c.execute(_RECORDED, which).fetchone() if quota else None
+    return None if found is None else found[0] // quota_rows.TOKEN_BYTES
+
+
+def ended(c: sqlite3.Connection, turn: Turn, before: int | None, quota: str) -> None:
+    """Counts the tokens of a recorded answer, of which `before` were counted."""
     if quota:
-        tokens = len(turn.sampled_ids)
-        counted = 0 if before is None else before[0] // quota_rows.TOKEN_BYTES
         uncounted = before is None and quota_rows.is_uncounted(turn)
-        c.execute(_ENDED, (int(uncounted), counted - tokens, quota))
-    return True
+        c.execute(_ENDED, (int(uncounted), (before or 0) - len(turn.sampled_ids), quota))
 
 
 def cut(c: sqlite3.Connection, which: Sequence[Any], quota: str) -> bool:

@@ -26,7 +26,7 @@ from proxy.engines.http_engine import (
     EngineCall,
     HttpEngine,
     UnusableAnswer,
-    answers,
+    answer_in,
     connection,
     finish_reason,
     posting,
@@ -125,7 +125,8 @@ def decode(
 ) -> Iterator[Chunk]:
     """The answer as one chunk. Raises UnusableAnswer if the chat template of the proxy's model
     cannot express it."""
-    for answer in answers(payloads, _DECODER):
+    for payload in payloads:
+        answer = answer_in(payload, _DECODER)
         for choice in answer.choices:
             yield _chunk(rendering, choice, call.sampling)
 

@@ -21,7 +21,7 @@ from proxy.engines.http_engine import (
     EngineCall,
     HttpEngine,
     UnusableAnswer,
-    answers,
+    answer_in,
     finish_reason,
     posting,
     recorded,
@@ -82,7 +82,8 @@ def encode(call: EngineCall) -> bytes:
 
 def decode(payloads: list[bytes], call: EngineCall, given: int) -> Iterator[Chunk]:
     """One chunk per event."""
-    for answer in answers(payloads, _DECODER):
+    for payload in payloads:
+        answer = answer_in(payload, _DECODER)
         for choice in answer.choices:
             yield _chunk(choice, call.sampling)
 

@@ -22,7 +22,7 @@ from proxy.engines.http_engine import (
     HttpEngine,
     ReportedFailure,
     UnusableAnswer,
-    answers,
+    answer_in,
     finish_reason,
     posting,
     recorded,
@@ -95,7 +95,8 @@ def encode(call: EngineCall) -> bytes:
 
 def decode(payloads: list[bytes], call: EngineCall, given: int) -> Iterator[Chunk]:
     """One chunk per event: its tokens after the first `given` ones."""
-    for answer in answers(payloads, _DECODER):
+    for payload in payloads:
+        answer = answer_in(payload, _DECODER)
         chunk = _chunk(answer.meta_info, call, given)
         given += len(chunk.ids)
         yield chunk

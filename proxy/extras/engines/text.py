@@ -22,7 +22,7 @@ from proxy.engines.http_engine import (
     Choice,
     EngineCall,
     HttpEngine,
-    answers,
+    answer_in,
     connection,
     finish_reason,
     posting,
@@ -85,7 +85,8 @@ def decode(
     tokenizer: Tokenizer, payloads: list[bytes], call: EngineCall, given: int
 ) -> Iterator[Chunk]:
     """One chunk per event, with the ids of its text."""
-    for answer in answers(payloads, _DECODER):
+    for payload in payloads:
+        answer = answer_in(payload, _DECODER)
         for choice in answer.choices:
             ids = tokenizer.encode(choice.text)
             chunk = Chunk(ids, [math.nan] * len(ids))
