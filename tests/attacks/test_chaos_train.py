@@ -12,6 +12,7 @@ from tests.attacks.chaos_train import chaos_train, summary
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [random.randrange(10**6)], ids=["random-seed"])
+@pytest.mark.long
 def test_run_ends_with_the_weights_of_an_undisturbed_one_whatever_is_killed(
     tmp_path: Path, seed: int
 ) -> None:

@@ -78,6 +78,7 @@ def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
     return [{key: line[key] for key in kept if key in line} for line in lines]
 
 
+@pytest.mark.long
 def test_killed_run_continues_with_the_same_batches_to_the_same_weights(
     tiny_model: Path, sessions: Path, tmp_path: Path
 ) -> None:

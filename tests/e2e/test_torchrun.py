@@ -77,6 +77,7 @@ def test_two_ranks_of_torchrun_train_as_one_process(
         torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.long
 def test_signal_to_torchrun_saves_and_ends_every_rank(
     engine: str, tiny_model: Path, tmp_path: Path
 ) -> None:

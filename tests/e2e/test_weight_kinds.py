@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tests.e2e.test_weight_dtypes import digests, serving, updating
 from tests.e2e.weight_kinds import changed, kind_of, written
 from tests.gpu.vllm_on_gpu import TRAINED
-from tests.trainer.policy.representatives import chosen, representatives
+from tests.trainer.policy.representatives import chosen
 from trainer.errors import WeightSyncError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -27,6 +27,20 @@ NOT_COMPUTED = {"OLMo Hybrid": "vLLM 0.32 has kernels for its linear layers in T
 """Classes that vLLM loads on a CPU, but does not serve there."""
 LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Classes whose linear layers vLLM computes on a CPU in bfloat16 only."""
+
+
+ALONE = {
+    "Llama 3",
+    "Qwen 3.5 MoE",
+    "Gemma 4",
+    "Phi-3 (4k)",
+    "gpt-oss",
+    "DeepSeek-V3",
+    "Granite 3 MoE",
+    "MiMo-V2-Flash",
+}
+"""One class of each way in which vLLM stacks and names weights. CI loads the others into a posing
+vLLM (`tests/gpu`), and `make test-long` sends each of their kinds alone."""
 
 
 def classes(refused: Mapping[str, str]) -> list[Any]:
@@ -61,7 +75,13 @@ def sent_alone(
     return found
 
 
-@pytest.mark.parametrize("title", representatives([each.title for each in TRAINED]))
+@pytest.mark.parametrize(
+    "title",
+    [
+        pytest.param(each.title, marks=[pytest.mark.long] * (each.title not in ALONE))
+        for each in TRAINED
+    ],
+)
 def test_each_kind_of_weight_arrives_or_the_update_fails(
     sent_alone: Mapping[str, Any], title: str
 ) -> None:

@@ -72,6 +72,7 @@ print(json.dumps({file: sorted(of) for file, of in owners.items() if len(set(of.
 """
 
 
+@pytest.mark.long
 def test_no_two_packages_write_different_files_to_one_place() -> None:
     """Which of the two is there would be chance, as of `cuda.bindings`, of which two versions were
     installed."""

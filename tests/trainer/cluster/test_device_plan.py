@@ -142,13 +142,14 @@ def save_qwen3_1_7b(folder: Path, context_tokens: int) -> None:
     ).save_pretrained(folder)
 
 
+LONG = pytest.mark.long
 WHOLE = {"compute_dtype": "bfloat16", "compile_layers": True}
 ADAPTER = {"weights_dtype": "bfloat16", "compile_layers": True, "lora": {"rank": 16}}
 
 
 @pytest.mark.parametrize(
     ("gigabytes", "own", "recomputes"),
-    [(24, ADAPTER, True), (80, WHOLE, True), (141, WHOLE, False)],
+    [(24, ADAPTER, True), pytest.param(80, WHOLE, True, marks=LONG), (141, WHOLE, False)],
 )
 def test_memory_is_used_and_the_fewest_layers_are_recomputed(
     tmp_path: Path, gigabytes: int, own: dict[str, Any], recomputes: bool
@@ -176,7 +177,12 @@ def test_memory_is_used_and_the_fewest_layers_are_recomputed(
 
 @pytest.mark.parametrize(
     ("gigabytes", "own", "filled"),
-    [(24, ADAPTER, True), (40, WHOLE, False), (80, WHOLE, True), (141, WHOLE, True)],
+    [
+        (24, ADAPTER, True),
+        (40, WHOLE, False),
+        pytest.param(80, WHOLE, True, marks=LONG),
+        pytest.param(141, WHOLE, True, marks=LONG),
+    ],
 )
 def test_micro_batches_are_as_large_as_what_is_kept_has_room_for(
     tmp_path: Path, gigabytes: int, own: dict[str, Any], filled: bool

@@ -153,6 +153,7 @@ def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(saved.path / "model").state_dict())
 
 
+@pytest.mark.long
 def test_run_that_loses_a_replica_ends_with_the_weights_of_a_local_run(
     tiny_model: Path, tmp_path: Path
 ) -> None:

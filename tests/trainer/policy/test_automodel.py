@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from tests.needs import needs
 from tests.trainer.policy.architectures import ARCHITECTURES
+from tests.trainer.policy.forked_ranks import run_ranks
 from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms.token_loss import TokenLoss
 from trainer.batch import Batch, joined
@@ -171,7 +171,7 @@ def compare(size: int, cases: Sequence[Case], models: Path, results: Path) -> No
     """Checks the cases on `size` ranks."""
     for case in cases:
         case.save(models)
-    spawn(worker, (size, cases, models, results), nprocs=size)
+    run_ranks(worker, size, cases, models, results, ranks=size)
     for number, case in enumerate(cases):
         found = Computed(*torch.load(results / f"{number}.pt"))
         expected = computed(case.save(models), case, Ranks(), results / f"expected-{number}")

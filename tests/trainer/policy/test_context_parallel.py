@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3Config
 
 from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.float64 import in_float64
+from tests.trainer.policy.forked_ranks import run_ranks
 from tests.trainer.policy.test_policy import make_batch
 from tests.trainer.policy.test_router_replay import routed_batch
 from trainer.algorithms import AlgorithmConfig
@@ -148,7 +148,7 @@ def compare(size: int, context: int, cases: Sequence[Case], models: Path, result
     with in_float64():
         for case in cases:
             case.save(models)
-    spawn(worker, (size, context, cases, models, results), nprocs=size)
+    run_ranks(worker, size, context, cases, models, results, ranks=size)
     for number, case in enumerate(cases):
         found = Computed(*torch.load(results / f"{number}.pt"))
         with in_float64():

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForImageTextToText
 
+from tests.trainer.policy.forked_ranks import run_ranks
 from tests.trainer.policy.test_image_trees import (
     PICTURES,
     StandIn,
@@ -97,7 +97,7 @@ def test_ranks_train_images_like_one(tmp_path: Path, kind: str, divided: Paralle
     model.save_pretrained(tmp_path / "model")
     with PROCESSOR:
         expected_metrics, expected = train(tmp_path / "model", Ranks())
-    spawn(worker, (2, tmp_path / "model", tmp_path, divided), nprocs=2)
+    run_ranks(worker, 2, tmp_path / "model", tmp_path, divided, ranks=2)
     metrics, weights = torch.load(tmp_path / "results.pt")
     assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
     assert weights.keys() == expected.keys()
@@ -236,7 +236,7 @@ def test_ranks_train_the_tower_like_one(tmp_path: Path, kind: str, divided: Para
         run = updated(models, tree_batch(), one_image(), text())
         models.save_state(tmp_path / "one")
         last = updated(models, tree_batch())
-    spawn(trained_by, (2, path, tmp_path, divided), nprocs=2)
+    run_ranks(trained_by, 2, path, tmp_path, divided, ranks=2)
     several, again = torch.load(tmp_path / "results.pt", weights_only=False)
     same_run(several, run)
     for each in again:

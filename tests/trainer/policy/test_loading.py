@@ -13,9 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 
 from tests.trainer.policy.architectures import ARCHITECTURES
+from tests.trainer.policy.forked_ranks import run_ranks
 from tests.trainer.policy.test_export import saved
 from tests.trainer.policy.test_policy import assert_described
 from trainer.errors import ConfigError
@@ -133,7 +133,7 @@ def test_two_ranks_hold_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
     """Tied embeddings, fused experts, buffers, and a hybrid."""
     kinds = ["gemma2", "qwen3_moe", "deepseek_v3", "qwen3_5"]
     sources = {kind: saved(tmp_path / kind, kind) for kind in kinds}
-    spawn(worker, (tmp_path, kinds), nprocs=2)
+    run_ranks(worker, tmp_path, kinds, ranks=2)
     for (kind, _), found in torch.load(tmp_path / "weights.pt").items():
         assert found.keys() == sources[kind].keys()
         for name, tensor in found.items():

@@ -94,9 +94,14 @@ def estimated(
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"), [("qwen3", {}), ("qwen3_5_text", LINEAR)], ids=["attention", "hybrid"]
+    ("kind", "more", "dtype", "checkpointing"),
+    [
+        pytest.param("qwen3", {}, "float32", False, marks=pytest.mark.long),
+        ("qwen3", {}, "bfloat16", True),
+        ("qwen3_5_text", LINEAR, "float32", False),
+        pytest.param("qwen3_5_text", LINEAR, "bfloat16", True, marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", False), ("bfloat16", True)])
 def test_estimate_is_the_measured_peak_within_a_fifth(
     dtype: str,
     checkpointing: bool,

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
+from tests.trainer.policy.forked_ranks import run_ranks
 from tests.trainer.policy.test_policy import make_batch
 from trainer.algorithms import AlgorithmConfig
 from trainer.algorithms.token_loss import Metrics
@@ -105,7 +105,7 @@ def test_several_processes_train_like_one(
 ) -> None:
     """With all weights trained, with adapters only, with moments and inputs of layers offloaded,
     and with weights in bfloat16, whose rounding differs between shards."""
-    spawn(worker, (size, checkpoint, tmp_path, divided, kinds), nprocs=size)
+    run_ranks(worker, size, checkpoint, tmp_path, divided, kinds, ranks=size)
     results = torch.load(tmp_path / "results.pt")
     for kind, (metrics, weights) in zip(kinds, results, strict=True):
         expected_metrics, expected_weights = train(checkpoint, Ranks(), kind)

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import linear, log_softmax
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from proxy.records import Ids
 from proxy.records.expert_rows import Routing
 from tests.trainer.policy.architectures import ARCHITECTURES
+from tests.trainer.policy.forked_ranks import run_ranks
 from tests.trainer.policy.test_policy import backward, gradients, make_batch, weighted_sum
 from trainer.batch import Batch
 from trainer.errors import ConfigError, TrainingError
@@ -213,7 +213,7 @@ def worker(rank: int, checkpoint: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_replay_like_one(mixture: Path, tmp_path: Path) -> None:
-    spawn(worker, (mixture, tmp_path), nprocs=2)
+    run_ranks(worker, mixture, tmp_path, ranks=2)
     scores, weights = torch.load(tmp_path / "result.pt")
     expected_scores, expected = trained(mixture, Ranks())
     torch.testing.assert_close(scores, expected_scores, atol=1e-4, rtol=1e-3)
