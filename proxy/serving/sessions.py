@@ -367,8 +367,8 @@ class Sessions:
     async def refused(self, live: LiveSession, **what: Any) -> None:
         """Records a call that was answered with an error, at most MAX_REFUSALS per session."""
         live.refusals += 1
-        if live.refusals <= MAX_REFUSALS:
-            with contextlib.suppress(StoreError):
+        if live.refusals <= MAX_REFUSALS:  # SessionError: it is removed
+            with contextlib.suppress(StoreError, SessionError):
                 await self.record_event(live, REFUSED, **what)
 
     async def unknown_fields(self, live: LiveSession, route: str, names: list[str]) -> None:

@@ -259,20 +259,11 @@ class PostgresStore:
         return next((address for number, address in found if number in alive), None)
 
     async def add_reward(self, session_id: str, reward: Reward) -> bool:
-        return await self._changed(
-            f"INSERT INTO rewards (session_id, {rows.REWARD_COLUMNS})"
-            " VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT DO NOTHING",
-            session_id,
-            *rows.reward_row(reward),
-        )
+        row = rows.reward_row(reward)
+        return bool(await self._added(statements.ADD_REWARD, row, session_id))
 
     async def set_reward(self, session_id: str, reward: Reward) -> None:
-        await self._changed(
-            f"INSERT INTO rewards (session_id, {rows.REWARD_COLUMNS})"
-            f" VALUES ($1, $2, $3, $4, $5, $6) {rows.REPLACES_REWARD}",
-            session_id,
-            *rows.reward_row(reward),
-        )
+        await self._added(statements.SET_REWARD, rows.reward_row(reward), session_id)
 
     async def replace_metadata(
         self, session_id: str, before: Mapping[str, Any], after: Mapping[str, Any]
@@ -285,9 +276,8 @@ class PostgresStore:
         )
 
     async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int:
-        sql = "INSERT INTO events (session_id, at, kind, data) VALUES ($1, $2, $3, $4)"
-        event = (session_id, time.time(), kind, orjson.dumps(data))
-        (row,) = await self._fetch(f"{sql} RETURNING seq", *event)
+        event = (time.time(), kind, orjson.dumps(data))
+        (row,) = await self._added(statements.ADD_EVENT, event, session_id)
         return int(row[0])
 
     async def get_events(self, session_id: str, since: int = 0) -> list[dict[str, Any]]:
@@ -347,6 +337,13 @@ class PostgresStore:
             for row in await self._fetch(statements.MARKS, list(by_id)):
                 by_id[row[0]].marks.append(rows.mark_from_row(tuple(row)[1:]))
         return list(by_id.values())
+
+    async def _added(self, sql: str, values: Sequence[Any], session_id: str) -> Sequence[Any]:
+        """What an insertion into a session returns. Raises SessionError: there is no session."""
+        added = await self._fetch(sql, *values, session_id)
+        if not added and not await self._fetch(statements.IS_SESSION, session_id):
+            raise rows.no_session(session_id)
+        return added
 
     async def _alive(self) -> set[int]:
         """The owner numbers of the living processes."""

@@ -23,6 +23,7 @@ databases would hold readers up."""
 class PostgresBrowser(SqlBrowser):
     """`fetch` runs a statement on a connection of the store's pool and returns its rows."""
 
+    LOCKED = " FOR KEY SHARE"
     COMMITTED = "age({}.xmin) NOT BETWEEN 0 AND age(CAST(? AS TEXT)::xid)"
     """Rows of more than 2 ** 31 transactions ago have a negative age."""
 

@@ -25,9 +25,12 @@ def begin(condition: str = "") -> str:
 
 
 BEGIN = begin()
+# FOR KEY SHARE, here and below: what others remove meanwhile is waited for, and then not there.
+# Else a row could stay of a session that is removed, and be the next one's of the same name.
 COMMIT = (
     f"INSERT INTO answers (session_id, idx, {rows.ANSWER_COLUMNS}) SELECT {ANSWER} FROM turns"
-    " WHERE session_id = $1 AND idx = $2 ON CONFLICT (session_id, idx) DO UPDATE SET "
+    " WHERE session_id = $1 AND idx = $2 FOR KEY SHARE"
+    " ON CONFLICT (session_id, idx) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in ANSWER_NAMES)
     + f" WHERE {rows.MAY_COMMIT}"
 )
@@ -37,7 +40,8 @@ REMOVING_IMAGES = "SELECT pg_advisory_xact_lock($1)"
 ADD_IMAGE = f"INSERT INTO images ({rows.IMAGE_COLUMNS}) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING"
 HAS_IMAGE = (
     "INSERT INTO session_images (session_id, sha256) SELECT session_id, $2::text FROM sessions"
-    " WHERE session_id = $1 ON CONFLICT (session_id, sha256) DO UPDATE SET sha256 = excluded.sha256"
+    " WHERE session_id = $1 FOR KEY SHARE"
+    " ON CONFLICT (session_id, sha256) DO UPDATE SET sha256 = excluded.sha256"
 )
 IMAGE = f"SELECT {rows.IMAGE_COLUMNS} FROM images WHERE sha256 = $1"
 REMOVE_SESSION_IMAGES = (
@@ -51,7 +55,7 @@ IS_TURN = "SELECT 1 FROM turns WHERE session_id = $1 AND idx = $2"
 SET_STATUS = (
     "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
     " answer) SELECT $1::text, $2::int, $3::text, '', '', '', '', '' FROM turns"
-    " WHERE session_id = $1 AND idx = $2"
+    " WHERE session_id = $1 AND idx = $2 FOR KEY SHARE"
     " ON CONFLICT (session_id, idx) DO UPDATE SET status = excluded.status"
 )
 TURNS = (
@@ -87,14 +91,26 @@ UNDELIVERED = (
 )
 MARK = (
     "INSERT INTO deliveries (session_id, idx, arrived) SELECT $1::text, $2::int, $3::int"
-    " FROM sessions WHERE session_id = $1"
+    " FROM sessions WHERE session_id = $1 FOR KEY SHARE"
     " ON CONFLICT (session_id, idx) DO UPDATE SET arrived = excluded.arrived"
 )
 CUT = (
     "INSERT INTO answers (session_id, idx, status, sampled_ids, logprobs, versions, answer_key,"
     " answer) SELECT $1::text, $2::int, 'cut', '', '', '', '', '' FROM turns"
-    " WHERE session_id = $1 AND idx = $2 AND owner = $3 ON CONFLICT DO NOTHING"
+    " WHERE session_id = $1 AND idx = $2 AND owner = $3 FOR KEY SHARE ON CONFLICT DO NOTHING"
 )
+_ADD_REWARD = (
+    f"INSERT INTO rewards ({rows.REWARD_COLUMNS}, session_id) SELECT $1::text,"
+    " $2::double precision, $3::bytea, $4::int, $5::int, session_id"
+    " FROM sessions WHERE session_id = $6 FOR KEY SHARE"
+)
+ADD_REWARD = f"{_ADD_REWARD} ON CONFLICT DO NOTHING RETURNING 1"
+SET_REWARD = f"{_ADD_REWARD} {rows.REPLACES_REWARD} RETURNING 1"
+ADD_EVENT = (
+    "INSERT INTO events (at, kind, data, session_id) SELECT $1::double precision, $2::text,"
+    " $3::bytea, session_id FROM sessions WHERE session_id = $4 FOR KEY SHARE RETURNING seq"
+)
+IS_SESSION = "SELECT 1 FROM sessions WHERE session_id = $1"
 MARKS = (
     f"SELECT session_id, {rows.MARK_COLUMNS} FROM marks WHERE session_id = ANY($1::text[])"
     " ORDER BY at"

@@ -191,11 +191,13 @@ class Store(Protocol):
         ...
 
     async def add_reward(self, session_id: str, reward: Reward) -> bool:
-        """Returns False if the session already has a reward with this key, which is kept."""
+        """Returns False if the session already has a reward with this key, which is kept. Raises
+        SessionError: 404, there is no session."""
         ...
 
     async def set_reward(self, session_id: str, reward: Reward) -> None:
-        """Adds a reward, or replaces the one with its key: a person's rating, which may change."""
+        """Adds a reward, or replaces the one with its key: a person's rating, which may change.
+        Raises SessionError: 404, there is no session."""
         ...
 
     async def replace_metadata(
@@ -204,7 +206,9 @@ class Store(Protocol):
         """Returns False, and changes nothing, if the session's metadata are not `before`."""
         ...
 
-    async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int: ...
+    async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int:
+        """Returns its `seq`. Raises SessionError: 404, there is no session."""
+        ...
 
     async def get_events(self, session_id: str, since: int = 0) -> list[dict[str, Any]]:
         """The events with `seq > since` in order, each as `{seq, at, kind, …}`."""

@@ -55,6 +55,8 @@ class SqlBrowser:
 
     LEAST = "least"
     """The database's function for the smaller of two numbers."""
+    LOCKED = ""
+    """Ends the query of a session whose removal is to wait for what is added to it."""
     COMMITTED = "? IS NULL"
     """Whether a row of the table `{}` was written before the transaction `_oldest_running`."""
 
@@ -279,7 +281,7 @@ class SqlBrowser:
         added = await self._change(
             f"INSERT INTO marks (session_id, {rows.MARK_COLUMNS}) SELECT session_id,"
             " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS INTEGER), CAST(? AS DOUBLE PRECISION),"
-            " CAST(? AS TEXT) FROM sessions WHERE session_id = ?"
+            f" CAST(? AS TEXT) FROM sessions WHERE session_id = ?{self.LOCKED}"
             " ON CONFLICT DO NOTHING RETURNING rule",
             mark.rule,
             mark.action.value,

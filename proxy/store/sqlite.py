@@ -305,20 +305,11 @@ class SqliteStore:
         return next((address for number, address in found if self._owner.alive(number)), None)
 
     async def add_reward(self, session_id: str, reward: Reward) -> bool:
-        row = (session_id, *rows.reward_row(reward))
-        return await self._changed(
-            f"INSERT INTO rewards (session_id, {rows.REWARD_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)"
-            " ON CONFLICT DO NOTHING",
-            row,
-        )
+        row = rows.reward_row(reward)
+        return bool(await self._added(statements.ADD_REWARD, row, session_id))
 
     async def set_reward(self, session_id: str, reward: Reward) -> None:
-        row = (session_id, *rows.reward_row(reward))
-        await self._changed(
-            f"INSERT INTO rewards (session_id, {rows.REWARD_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)"
-            f" {rows.REPLACES_REWARD}",
-            row,
-        )
+        await self._added(statements.SET_REWARD, rows.reward_row(reward), session_id)
 
     async def replace_metadata(
         self, session_id: str, before: Mapping[str, Any], after: Mapping[str, Any]
@@ -329,13 +320,9 @@ class SqliteStore:
         )
 
     async def add_event(self, session_id: str, kind: str, data: dict[str, Any]) -> int:
-        row = (session_id, time.time(), kind, orjson.dumps(data))
-
-        def insert(c: sqlite3.Connection) -> int:
-            sql = "INSERT INTO events (session_id, at, kind, data) VALUES (?, ?, ?, ?)"
-            return int(c.execute(sql, row).lastrowid or 0)
-
-        return await self._writer.write(insert)
+        event = (time.time(), kind, orjson.dumps(data))
+        (row,) = await self._added(statements.ADD_EVENT, event, session_id)
+        return int(row[0])
 
     async def get_events(self, session_id: str, since: int = 0) -> list[dict[str, Any]]:
         sql = "SELECT seq, at, kind, data FROM events WHERE session_id = ? AND seq > ? ORDER BY seq"
@@ -388,6 +375,17 @@ class SqliteStore:
     async def _one_session(self, clause: str, value: str | bytes) -> Session | None:
         found = await self._read(lambda c: _sessions(c, clause, (value,)))
         return found[0] if found else None
+
+    async def _added(self, sql: str, values: Sequence[Any], session_id: str) -> list[Any]:
+        """What an insertion into a session returns. Raises SessionError: there is no session."""
+
+        def add(c: sqlite3.Connection) -> list[Any]:
+            added = c.execute(sql, (*values, session_id)).fetchall()
+            if not added and c.execute(statements.IS_SESSION, (session_id,)).fetchone() is None:
+                raise rows.no_session(session_id)
+            return added
+
+        return await self._writer.write(add)
 
     async def _changed(self, sql: str, values: Sequence[Any]) -> bool:
         return await self._writer.write(lambda c: c.execute(sql, values).rowcount > 0)

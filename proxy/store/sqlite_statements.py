@@ -40,6 +40,17 @@ MARK = (
     "INSERT INTO deliveries (arrived, session_id, idx) SELECT ?, session_id, ? FROM sessions"
     " WHERE session_id = ? ON CONFLICT DO UPDATE SET arrived = excluded.arrived"
 )
+_ADD_REWARD = (
+    f"INSERT INTO rewards ({rows.REWARD_COLUMNS}, session_id) SELECT ?, ?, ?, ?, ?, session_id"
+    " FROM sessions WHERE session_id = ?"
+)
+ADD_REWARD = f"{_ADD_REWARD} ON CONFLICT DO NOTHING RETURNING 1"
+SET_REWARD = f"{_ADD_REWARD} {rows.REPLACES_REWARD} RETURNING 1"
+ADD_EVENT = (
+    "INSERT INTO events (at, kind, data, session_id) SELECT ?, ?, ?, session_id"
+    " FROM sessions WHERE session_id = ? RETURNING seq"
+)
+IS_SESSION = "SELECT 1 FROM sessions WHERE session_id = ?"
 ENDED = (
     "SELECT session_id FROM sessions s WHERE coalesce(completed_at, expires_at) < ?"
     " AND NOT EXISTS (SELECT 1 FROM sessions WHERE origin_session = s.session_id)"

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from proxy.errors import RequestError, StoreError
+from proxy.errors import RequestError, SessionError, StoreError
 from proxy.extras.rules.rules import ActiveRule, RuleConfig, saved_rules
 from proxy.http.valid_json import CLOSED, valid_text
 from proxy.machine.secrecy import without_credentials
@@ -216,6 +216,8 @@ class RuleWatch:
                 await self._apply(rule, session_id, turn.index, text)
             except StoreError:
                 raise
+            except SessionError:
+                return  # it was removed meanwhile
             except Exception as error:  # noqa: BLE001 (the other rules are applied)
                 failed.append((rule, error))
         for rule, fault in failed:

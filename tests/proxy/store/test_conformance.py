@@ -18,9 +18,11 @@ from proxy.records import (
     FinishReason,
     ForkCause,
     ImageSpan,
+    Mark,
     Origin,
     RecordedImage,
     Reward,
+    RuleAction,
     ServedPolicy,
     Session,
     SessionKind,
@@ -32,6 +34,8 @@ from proxy.records import (
 from proxy.store.curation import keep
 from proxy.store.protocol import DeliveryMark, SessionFilter, Store, TurnConflict, Undelivered
 from tests.proxy.store.conftest import Opener
+
+ID = "task/7-a"
 
 
 def a_session(session_id: str = "task/7-a", **changes: object) -> Session:
@@ -648,3 +652,35 @@ async def test_policy_of_a_run_gets_no_version_of_another_until_it_is_released(
     assert await publishes(6, "second")
     (served,) = await store.get_policies()
     assert (served.version, served.run) == (6, "second")
+
+
+async def test_nothing_is_added_to_a_session_that_was_removed(opener: Opener) -> None:
+    """As by a proxy that does not know yet; the next session of its name would have it."""
+    store, other = await opener(), await opener()
+    await store.create_session(a_session())
+    await store.begin_turn(an_intent())
+    await store.commit_turn(answered(an_intent()))
+    assert await other.delete_session(ID)
+    image = RecordedImage("0" * 64, "image/png", b"png")
+    late = (
+        store.add_reward(ID, Reward("late", 1.0)),
+        store.set_reward(ID, Reward("late", 1.0)),
+        store.add_event(ID, "refused", {"message": "late"}),
+        store.add_images(ID, [image]),
+        store.begin_turn(an_intent()),
+    )
+    for each in late:
+        with pytest.raises(SessionError, match="does not exist"):
+            await each
+    with pytest.raises(SessionError, match="was the session deleted"):
+        await store.commit_turn(answered(an_intent()))
+    await store.mark_deliveries([DeliveryMark(ID, 0, arrived=True)])
+    mark = Mark("late", RuleAction.MARK, 0, 1.0, "late")
+    assert not await store.browser.add_mark(ID, mark)
+    assert await store.create_session(a_session(key_hash=b"another".ljust(32)))
+    session = await store.get_session(ID)
+    assert session is not None
+    assert (session.rewards, session.marks) == ([], [])
+    assert await store.get_events(ID) == []
+    assert await store.get_turns(ID) == []
+    assert await store.get_image(image.sha256) is None

@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from proxy.errors import ConfigurationError, StoreError
-from proxy.records import TurnStatus
+from proxy.errors import ConfigurationError, SessionError, StoreError
+from proxy.records import Mark, Reward, RuleAction, TurnStatus
 from proxy.store import postgres_owner
+from proxy.store import postgres_statements as statements
 from proxy.store.postgres import PostgresStore
+from proxy.store.protocol import DeliveryMark
 from tests.needs import needs
 from tests.postgres_server import binaries, empty_database, postgres_process
 from tests.proxy.store.test_conformance import a_session, an_intent, answered
@@ -166,3 +168,37 @@ async def test_missing_password_is_told_where_to_put_it(
     told = "name its file in AGENTIC_PROXY_STORE_PASSWORD_FILE" in raised.value.message
     assert told is not bool(given)
     assert "secret" not in raised.value.message
+
+
+async def test_what_is_written_while_a_session_is_removed_does_not_outlive_it(
+    pair: tuple[PostgresStore, PostgresStore],
+) -> None:
+    """The removal has begun when the others write, and ends when they wait for it."""
+    one, two = pair
+    removing = await asyncpg.connect(one._url)
+    held = removing.transaction()
+    await held.start()
+    await removing.execute(statements.LOCKED, ID)
+    for table in statements.TABLES:
+        await removing.execute(f"DELETE FROM {table} WHERE session_id = $1", ID)
+    late = [
+        asyncio.create_task(each)
+        for each in (
+            one.commit_turn(answered(an_intent())),
+            one.set_turn_status(ID, 0, TurnStatus.SUPERSEDED),
+            one.add_reward(ID, Reward("late", 1.0)),
+            one.add_event(ID, "refused", {"message": "late"}),
+            one.mark_deliveries([DeliveryMark(ID, 0, arrived=True)]),
+            one.browser.add_mark(ID, Mark("late", RuleAction.MARK, 0, 1.0, "late")),
+        )
+    ]
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    while await two._fetch(waiting) != [(len(late),)]:
+        assert not any(each.done() for each in late)
+    await held.commit()
+    ended = await asyncio.gather(*late, return_exceptions=True)
+    assert [type(each) for each in ended[:4]] == [SessionError] * 4
+    assert ended[4:] == [None, False]
+    for table in statements.TABLES:
+        assert await removing.fetch(f"SELECT 1 FROM {table}") == []
+    await removing.close()
