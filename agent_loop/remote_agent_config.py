@@ -12,7 +12,7 @@ from agent_loop.trial.config import TrialConfig
 from harbor_sdk.sandbox import SandboxError, require_privilege
 from proxy import wall
 from proxy.errors import ConfigurationError
-from proxy.machine import landlock
+from proxy.machine import landlock, seccomp
 
 ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
 """Usual dataset names of the fields that only a verifier is meant to see."""
@@ -29,9 +29,9 @@ _IS_LINUX = sys.platform == "linux"
 def _lacking() -> dict[str, str]:
     """The parts of the wall that this kernel cannot give, with the reasons."""
     found = {
-        "ports": landlock.missing(),
+        "ports": landlock.missing() or seccomp.missing(),
         "processes": wall.missing_processes(),
-        "sockets": landlock.missing_scopes(),
+        "sockets": landlock.missing_scopes() or seccomp.missing(),
     }
     return {name: why for name, why in found.items() if why is not None}
 
