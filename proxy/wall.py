@@ -113,6 +113,8 @@ class Wall:
     what is inside of a hidden folder, too."""
     strict: bool = False
     """Whether the files are a private copy of the machine's, which the agent can change."""
+    accepted: frozenset[str] = frozenset()
+    """The parts that a machine need not hold (`machine/wall_parts.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

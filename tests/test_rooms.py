@@ -43,7 +43,10 @@ TOGETHER: dict[str, dict[str, str]] = {
         "trainer/extras/ledger": "adapters are computed again from their record",
     },
     "trainer/extras/mirror": {"proxy/extras/relay": "one client of file systems at URLs"},
-    "trainer/extras/ray": {"trainer/extras/relay": "relay workers as actors"},
+    "trainer/extras/ray": {
+        "agent_loop/extras/ray": "what agents must not reach of Ray",
+        "trainer/extras/relay": "relay workers as actors",
+    },
     "trainer/extras/relay": {"proxy/extras/relay": "the trainer's side of it"},
     "trainer/extras/report": {"proxy/extras/view": "the report shows what the page shows"},
     "trainer/extras/sft": {

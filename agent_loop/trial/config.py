@@ -19,15 +19,13 @@ from agent_loop.processes.readable import declared, repository
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.salvage import SalvageConfig
 from proxy.engines.protocol import COLDEST
+from proxy.machine.wall_parts import PARTS
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.reaching import Patience
 from proxy.settings.recorded import RecordedConfig
 from proxy.settings.section import Common, Section
 from proxy.wall import SYSTEM, Wall, unreadable
 
-PARTS = ("ports", "processes", "sockets")
-"""What a kernel may not be able to hold, where it has namespaces: connections to the ports of the
-run's processes and to abstract sockets, and the number of processes."""
 _SANDBOX = rf"^(off|(light|strict)( without ({'|'.join(PARTS)})(, ({'|'.join(PARTS)}))*)?)$"
 
 
@@ -85,6 +83,7 @@ class TrialConfig(Section):
             hide=tuple(str(path.absolute()) for path in hide),
             show=(*map(str, declared_), *(str(path.absolute()) for path in shown)),
             strict=self.sandbox_kind == "strict",
+            accepted=self.accepted,
         )
 
     @property

@@ -209,10 +209,9 @@ async def play(proxy: RunningProxy, at: Place, launcher: str, sandbox: str) -> P
     }
     agents = {
         "command": {"argv": [sys.executable, "-I", "-S", str(HERE / "tricks.py")], **settings},
-        "python": {"target": "tests/attacks/red_team/tricks.py:run", **settings},
+        "python": {"target": f"{HERE}/tricks.py:run", **settings},
     }
-    if launcher == "python":
-        agents["python"]["target"] = f"{HERE}/tricks.py:run"
+    agents["ray"] = {**agents["command"], "num_cpus": 0, "workspace_bytes": 1 << 30}
     config = RemoteAgentConfig.model_validate(
         {
             launcher: agents[launcher],
