@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from proxy.settings.section import Common
+from proxy.settings.section import Common, Settings
 from trainer.errors import ConfigError
 
 MIN_LR = 1e-12
@@ -20,7 +20,7 @@ squares of small gradients underflow before their mean does, which this constant
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(Settings):
     """Section `optimizer`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
