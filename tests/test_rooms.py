@@ -27,7 +27,10 @@ LAYERS: dict[str, set[str]] = {
 HEAVY = {"torch", "vllm"}
 # Extra → the extras that it imports, each with the reason.
 TOGETHER: dict[str, dict[str, str]] = {
-    "agent_loop/extras/verl": {"proxy/extras/rules": "verl's workers run a proxy with rules"},
+    "agent_loop/extras/verl": {
+        "agent_loop/extras/ray": "what agents must not reach of Ray",
+        "proxy/extras/rules": "verl's workers run a proxy with rules",
+    },
     "proxy/extras/relay": {
         "proxy/extras/several_processes": "weights are published once for all proxies on a store"
     },

@@ -35,7 +35,6 @@ from agent_loop.launchers.command import ArgvConfig
 from agent_loop.launchers.lifeline import Lifeline, LifelineAddress, LifelineListener
 from agent_loop.launchers.protocol import OVERHEAD_S
 from agent_loop.processes.host import END_TIMEOUT_S, PROCESS, Ended, ProcessConfig, ProcessHost
-from agent_loop.processes.listening import ListeningPorts
 from agent_loop.records import AgentResult, Trial
 from proxy import wall
 from proxy.errors import ConfigurationError
@@ -299,8 +298,8 @@ def _wall_of_node(wanted: Wall, base_url: str) -> Wall:
     if landlock.missing() is not None:  # which has been accepted
         return replace(wanted, ports=frozenset())
     found = RayHere.find()
-    ports = wanted.ports | found.ports | ListeningPorts(found.processes).now()
-    hidden = (str(path) for path in (found.folder, *found.tokens))
+    ports = wanted.ports | found.ports_here()
+    hidden = (str(path) for path in found.paths)
     ports -= {urlsplit(base_url).port}
     return replace(wanted, ports=ports, hide=(*wanted.hide, *hidden))
 
