@@ -163,6 +163,8 @@ def yaml_of(tmp_path: Path, text: str) -> Any:
         (["algorithm.reward.scale=0"], "algorithm.reward.scale"),
         (["algorithm.advantage={name: pass_at_k, k: 8}", "rollout.group_size=8"], "advantage.k"),
         (["algorithm.kl={estimator: k1}"], "algorithm.kl.estimator=k1"),
+        (["optimizer.max_grad_norm=1e-30"], "max_grad_norm=1e-30 with eps=1e-08"),
+        (["optimizer.lr=1e-10", "optimizer.eps=1e3"], "a step changes no weight"),
     ],
 )
 def test_settings_that_train_nothing_are_refused(
