@@ -12,28 +12,13 @@ from agent_loop.trial.config import TrialConfig
 from harbor_sdk.sandbox import SandboxError, require_privilege
 from proxy import wall
 from proxy.errors import ConfigurationError
-from proxy.machine import landlock
+from proxy.machine.wall_parts import PARTS, lacking
 
 ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
 """Usual dataset names of the fields that only a verifier is meant to see."""
 
 
-_OPEN = {
-    "ports": "agents can connect to the ports of this run's processes (Ray, torch, engines)",
-    "processes": "a fork bomb meets no bound",
-    "sockets": "agents can connect to abstract sockets of other processes",
-}
 _IS_LINUX = sys.platform == "linux"
-
-
-def _lacking() -> dict[str, str]:
-    """The parts of the wall that this kernel cannot give, with the reasons."""
-    found = {
-        "ports": landlock.missing(),
-        "processes": wall.missing_processes(),
-        "sockets": landlock.missing_scopes(),
-    }
-    return {name: why for name, why in found.items() if why is not None}
 
 
 class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
@@ -79,8 +64,8 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
     def sandbox_warning(self) -> str | None:
         """One line for the start of a run on what its agents can reach; None: nothing of the
         run."""
-        if self.agent is not None and self.agent.warning is not None:
-            return self.agent.warning
+        if self.agent is not None and (said := self.agent.warning(self.sandbox_kind)) is not None:
+            return said
         if not self._is_local:
             return None
         if self.sandbox_kind == "off":
@@ -88,12 +73,8 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
                 "warning: remote_agent.sandbox=off: agents can read and change this run's files, "
                 "its keys and the verifier, and what they leave runs in the verifier"
             )
-        lacking = ", ".join(f"{name} ({why})" for name, why in _lacking().items())
-        return (
-            f"warning: remote_agent.sandbox={self.sandbox}: not held: {lacking}"
-            if lacking
-            else None
-        )
+        parts = ", ".join(f"{name} ({why})" for name, why in lacking().items())
+        return f"warning: remote_agent.sandbox={self.sandbox}: not held: {parts}" if parts else None
 
     def check_sandbox(self) -> None:
         """
@@ -126,10 +107,9 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
                 "or set remote_agent.sandbox=off, with which no line of docs/wall.md holds: agents "
                 "can read and change this run's files"
             )
-        lacking = {n: why for n, why in _lacking().items() if n not in self.accepted}
-        if lacking and self._is_local:
-            said = "; ".join(f"{_OPEN[name]} ({why})" for name, why in lacking.items())
-            words = f"{self.sandbox_kind} without {', '.join(sorted({*lacking, *self.accepted}))}"
+        if (parts := lacking(self.accepted)) and self._is_local:
+            said = "; ".join(f"{PARTS[name]} ({why})" for name, why in parts.items())
+            words = f"{self.sandbox_kind} without {', '.join(sorted({*parts, *self.accepted}))}"
             raise ConfigurationError(
                 f"remote_agent.sandbox={self.sandbox}: this machine does not hold all of "
                 f"docs/wall.md: {said}; use a newer kernel, or accept it: "

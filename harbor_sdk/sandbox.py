@@ -34,10 +34,11 @@ MAX_OUTPUT_BYTES = 16 * 2**20
 """Number of bytes of stdout, and of stderr, that are kept. Later output is read and dropped."""
 CHUNK_BYTES = 64 * 2**10
 
-# Docker's default set without mknod, which would give access to the machine's disks.
+# Docker's default set without mknod, which would give access to the machine's disks, and net_raw,
+# which would to what all its processes send each other.
 _CAPABILITIES = (
     "-all,+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+setpcap,+setfcap,"
-    "+net_bind_service,+net_raw,+sys_chroot,+audit_write"
+    "+net_bind_service,+sys_chroot,+audit_write"
 )
 _CAP_SYS_ADMIN = 21
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -83,7 +84,7 @@ class SandboxSpec:
     hidden: Sequence[Path] = ()
     size_mb: int = 4096
     shm_bytes: int = 256 << 20
-    """Size of `/dev/shm`."""
+    """Size of `/dev/shm`, and of System V shared memory."""
     processes: int | None = None
     """Number of processes and threads at the same time; None: no bound. Needs Linux 6.14."""
 
@@ -340,6 +341,7 @@ def _setup_script(folder: Path, spec: SandboxSpec) -> str:
             f'mount -t tmpfs -o size={spec.size_mb}m,mode=0755,nodev sandbox "$base"',
             f"shm={spec.shm_bytes}",
             _SETUP_ROOT,
+            _BOUND_IPC,
             _bound(spec.processes),
             _PROC_READ_ONLY,
             *(script for _, script in mounts),
@@ -383,6 +385,7 @@ mount -t sysfs -o ro,nosuid,nodev,noexec sysfs "$root/sys"
 mount -t tmpfs -o mode=0755,nosuid,size=64k dev "$root/dev"
 for node in null zero full random urandom tty; do
   : > "$root/dev/$node"; mount --bind "/dev/$node" "$root/dev/$node"
+  mount -o remount,bind,ro "$root/dev/$node"  # can be written to, but has the machine's rights
 done
 mkdir "$root"/dev/{pts,shm}
 mount -t devpts -o newinstance,ptmxmode=0666,mode=0620,nosuid,noexec devpts "$root/dev/pts"
@@ -393,6 +396,11 @@ resolv=$(cat /etc/resolv.conf 2>/dev/null || true)
 chmod 1777 "$base/tmp"; mount --bind "$base/tmp" "$root/tmp"
 mkdir "$base/run/lock"; mount --bind "$base/run" "$root/run"
 rm -f "$root/etc/resolv.conf"; printf '%s\n' "$resolv" > "$root/etc/resolv.conf"
+"""
+# System V shared memory has the size of /dev/shm, and its message queues 1 MiB in sum.
+_BOUND_IPC = r"""
+echo $((shm / $(getconf PAGESIZE))) > "$root/proc/sys/kernel/shmall"
+echo 64 > "$root/proc/sys/kernel/msgmni"
 """
 # Root could change the machine through these: `core_pattern` names a program that the kernel runs.
 _PROC_READ_ONLY = r"""

@@ -28,11 +28,13 @@ import os
 import re
 import resource
 import signal
+import stat
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 CLONE_NEWNS = 0x00020000
@@ -69,6 +71,7 @@ SECRET = (
     *("/etc/sudoers.d", "/etc/ssh", "/etc/ssl/private", "/etc/kubernetes", "/etc/krb5.keytab"),
 )
 """What of the system only root may read; agents may be root's."""
+SETTINGS = "/etc"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 TEMPORARY = ("/tmp", "/var/tmp")
 BOUND_NAMESPACES = (6, 14)
@@ -77,13 +80,17 @@ RESERVED_PIDS = 300
 """Ids that the kernel does not use again once all others were used."""
 SHM_BYTES = 256 << 20
 """Default size of `/dev/shm`. Docker's is 64 MB, which is too small for browsers."""
+PAGE_BYTES = resource.getpagesize()
+MESSAGE_QUEUES = 64
+"""System V message queues, each of which holds up to 16 KiB in the kernel."""
 MAX_LINKS = 40
 """Symbolic links on the way to one file, as in the kernel."""
 
-KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 29, 31})
+KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 29, 31})
 """Capabilities that root keeps: Docker's default set without MKNOD, which gives access to the
-machine's disks (chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
-net_bind_service, net_raw, sys_chroot, audit_write, setfcap)."""
+machine's disks, and NET_RAW, which reads the requests of all processes with their keys, because the
+network is the machine's (chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap,
+net_bind_service, sys_chroot, audit_write, setfcap)."""
 GPU_DEVICES = ("/dev/nvidia*", "/dev/dri", "/dev/kfd", "/dev/dxg")
 """Of NVIDIA's driver, of the kernel's graphics, of AMD's, and of Windows' below WSL."""
 READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs")
@@ -106,6 +113,8 @@ class Wall:
     what is inside of a hidden folder, too."""
     strict: bool = False
     """Whether the files are a private copy of the machine's, which the agent can change."""
+    accepted: frozenset[str] = frozenset()
+    """The parts that a machine need not hold (`machine/wall_parts.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +133,7 @@ class Files:
     read_only: Sequence[Sequence[str]] = ()
     """As `keep`, and read-only."""
     shm_bytes: int = SHM_BYTES
-    """Size of `/dev/shm`."""
+    """Size of `/dev/shm`, and for root's agents of System V shared memory."""
     processes: int | None = None
     """Number of processes and threads at the same time; None: no bound."""
 
@@ -141,6 +150,23 @@ def not_of_the_system() -> list[str]:
     parts = {path.split("/")[1] for path in SYSTEM}
     folders = [f"/{name}" for name in os.listdir("/") if name not in made | parts]
     return [*folders, "/var/log", "/var/spool", "/var/mail", "/var/backups", "/var/tmp"]
+
+
+@lru_cache(maxsize=1)
+def unreadable() -> tuple[str, ...]:
+    """What of `/etc` only its owner or its group may read, the outermost: root's agents could. Read
+    once."""
+    found, pending = [], [SETTINGS]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISREG(mode) and not mode & stat.S_IROTH:
+                    found.append(entry.path)
+                elif stat.S_ISDIR(mode):
+                    is_open = mode & stat.S_IROTH and mode & stat.S_IXOTH
+                    (pending if is_open else found).append(entry.path)
+    return tuple(sorted(found))
 
 
 def missing_processes() -> str | None:
@@ -170,10 +196,15 @@ def missing() -> str | None:
     return attempt.stderr.strip() or f"the attempt ended with code {attempt.returncode}"
 
 
+def nothing() -> None:
+    """What `enter` prepares by default."""
+
+
 def enter(
     files: Files | Sequence[str],
     body: Callable[[], NoReturn],
     *,
+    prepare: Callable[[], None] = nothing,
     left_over_fd: int = -1,
 ) -> NoReturn:
     """Turns this process into the gate, and runs `body` in the agent's process, in the folder `/`.
@@ -182,6 +213,7 @@ def enter(
     Args:
         files: what is visible; or files and folders that are empty, where all others are unchanged.
             Those that do not exist are ignored.
+        prepare: called in the agent's process before its capabilities are dropped.
         left_over_fd: gets the number of processes that the agent left running, 4 bytes.
 
     Raises:
@@ -200,7 +232,7 @@ def enter(
     if init == 0:
         os.close(status_read)
         _die_with(gate)
-        _init(files, body, as_root, status_write)
+        _init(files, body, prepare, as_root, status_write)
     # The signal is for the agent's group; `_init` passes it on.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _close_all_but(status_read, left_over_fd)
@@ -227,7 +259,7 @@ def join(
 
     Args:
         sandbox: id of a process in the sandbox's namespaces.
-        prepare: called in the agent's process before its capabilities are dropped.
+        prepare: as for `enter`.
         left_over_fd: as for `enter`.
 
     Raises:
@@ -247,6 +279,7 @@ def join(
     if agent == 0:
         _die_with(gate)
         os.setpgid(0, 0)
+        _prctl(PR_SET_DUMPABLE, 0)  # what a function was given is not for the programs it starts
         prepare()
         _restrict(True)
         _let_end()
@@ -262,6 +295,7 @@ def join(
 def _init(
     files: Files | Sequence[str],
     body: Callable[[], NoReturn],
+    prepare: Callable[[], None],
     as_root: bool,
     status_fd: int,
 ) -> NoReturn:
@@ -286,6 +320,7 @@ def _init(
     if agent == 0:
         os.close(status_fd)
         os.setpgid(0, 0)
+        prepare()
         _restrict(as_root)
         _let_end()
         body()
@@ -317,7 +352,7 @@ def _own_root(files: Files, as_root: bool) -> None:
         elif each.is_folder:
             _mount("wall", at, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
         else:
-            _mount(os.devnull, at, None, MS_BIND)
+            _mount_device(os.devnull, at)
     for path, text in links:
         with contextlib.suppress(FileExistsError):
             os.makedirs(home + os.path.dirname(path), exist_ok=True)
@@ -327,7 +362,7 @@ def _own_root(files: Files, as_root: bool) -> None:
             _set_attributes(home + each.target, MOUNT_ATTR_RDONLY, 0)
     _own_dev(home + "/dev", files.shm_bytes)
     os.makedirs(home + "/proc", exist_ok=True)
-    _own_proc(as_root, home + "/proc", files.processes)
+    _own_proc(as_root, home + "/proc", files)
     for name in ("run", "tmp"):
         os.makedirs(f"{home}/{name}", exist_ok=True)
     _set_attributes(home, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV, 0)
@@ -430,7 +465,7 @@ def _own_dev(at: str, shm_bytes: int) -> None:
     os.makedirs(at, exist_ok=True)
     for name in DEVICES:
         _make_place(f"{at}/{name}", is_folder=False)
-        _mount(f"/dev/{name}", f"{at}/{name}", None, MS_BIND)
+        _mount_device(f"/dev/{name}", f"{at}/{name}")
     for name in ("pts", "shm"):
         os.makedirs(f"{at}/{name}", exist_ok=True)
     terminals = "newinstance,ptmxmode=0666,mode=0620"
@@ -451,14 +486,19 @@ def _cover(hide: Sequence[str]) -> None:
             _mount("wall", path, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
             _remount_read_only(path)
         elif os.path.exists(path):
-            _mount(os.devnull, path, None, MS_BIND)
+            _mount_device(os.devnull, path)
 
 
-def _own_proc(as_root: bool, at: str = "/proc", processes: int | None = None) -> None:
+def _own_proc(as_root: bool, at: str = "/proc", files: Files | None = None) -> None:
     _mount("proc", at, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    if processes and _bounds_namespaces():
-        with open(f"{at}/sys/kernel/pid_max", "w", encoding="ascii") as file:
-            file.write(str(processes + RESERVED_PIDS))
+    bounds: dict[str, int] = {}
+    if files is not None and files.processes and _bounds_namespaces():
+        bounds["pid_max"] = files.processes + RESERVED_PIDS
+    if files is not None and as_root:  # the settings of an IPC namespace are root's
+        bounds |= {"shmall": files.shm_bytes // PAGE_BYTES, "msgmni": MESSAGE_QUEUES}
+    for name, value in bounds.items():
+        with open(f"{at}/sys/kernel/{name}", "w", encoding="ascii") as file:
+            file.write(str(value))
     if as_root:
         for name in READ_ONLY_PROC:
             path = f"{at}/{name}"
@@ -493,7 +533,7 @@ def _cover_disks() -> None:
     with os.scandir("/dev") as entries:
         disks = [e.path for e in entries if _is_block_device(e)]
     for path in disks:
-        _mount(os.devnull, path, None, MS_BIND)
+        _mount_device(os.devnull, path)
 
 
 def _is_block_device(entry: os.DirEntry[str]) -> bool:
@@ -590,6 +630,13 @@ def _mount(
     if _libc.mount(*encoded, ctypes.c_ulong(flags), data) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot mount on {target}: {os.strerror(number)}")
+
+
+def _mount_device(device: str, target: str) -> None:
+    """Devices can be written to on a read-only mount, too; their rights cannot be changed there,
+    which are the machine's."""
+    _mount(device, target, None, MS_BIND)
+    _remount_read_only(target)
 
 
 def _remount_read_only(path: str) -> None:

@@ -27,7 +27,10 @@ LAYERS: dict[str, set[str]] = {
 HEAVY = {"torch", "vllm"}
 # Extra → the extras that it imports, each with the reason.
 TOGETHER: dict[str, dict[str, str]] = {
-    "agent_loop/extras/verl": {"proxy/extras/rules": "verl's workers run a proxy with rules"},
+    "agent_loop/extras/verl": {
+        "agent_loop/extras/ray": "what agents must not reach of Ray",
+        "proxy/extras/rules": "verl's workers run a proxy with rules",
+    },
     "proxy/extras/relay": {
         "proxy/extras/several_processes": "weights are published once for all proxies on a store"
     },
@@ -43,7 +46,10 @@ TOGETHER: dict[str, dict[str, str]] = {
         "trainer/extras/ledger": "adapters are computed again from their record",
     },
     "trainer/extras/mirror": {"proxy/extras/relay": "one client of file systems at URLs"},
-    "trainer/extras/ray": {"trainer/extras/relay": "relay workers as actors"},
+    "trainer/extras/ray": {
+        "agent_loop/extras/ray": "what agents must not reach of Ray",
+        "trainer/extras/relay": "relay workers as actors",
+    },
     "trainer/extras/relay": {"proxy/extras/relay": "the trainer's side of it"},
     "trainer/extras/report": {"proxy/extras/view": "the report shows what the page shows"},
     "trainer/extras/sft": {

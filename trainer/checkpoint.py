@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 from proxy.run_files.files import replace_file
 from proxy.settings.late_section import load_extra
 from trainer.errors import CheckpointError
+from trainer.policy.weight_files import weight_files
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.segment import Named
 
@@ -46,10 +47,14 @@ FORMAT = 2
 number."""
 SHARD_BYTES = 4 << 30
 """Maximum size of a file of the Hugging Face export."""
-_NAME = re.compile(r"step-\d{6,}")
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+_NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,})")
+_PARTIAL = re.compile(rf"\.{_NAME.pattern}")
+_COPIED = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"),
+    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
+)
 """Patterns of the files of a checkpoint folder that are not weights: configuration, tokenizer, chat
-template, own code of the model and the tokenizer."""
+template, own code of the model and the tokenizer, and the terms that copies must have."""
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -107,7 +112,8 @@ class Checkpoints:
         partial = self._folder / f".step-{step:06d}"
         try:
             for left in self._folder.glob(".step-*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+                if _PARTIAL.fullmatch(left.name):
+                    shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
             for part, models in _parts(partial, learner):
                 models.save_state(part / "state")
@@ -311,7 +317,7 @@ def _export(weights: Iterable[Named], model: Path, folder: Path) -> None:
     """
     for pattern in _COPIED:
         for file in model.glob(pattern):
-            if not file.name.endswith(".index.json"):
+            if file.is_file() and not file.name.endswith(".index.json"):
                 shutil.copy(file, folder)
     for name in _COPIED_FOLDERS:
         if (model / name).is_dir():
@@ -343,7 +349,7 @@ def as_in_source(weights: Iterable[Named], model: Path) -> Iterator[Named]:
         CheckpointError: a weight has another name or shape than all of the checkpoint's.
     """
     source: dict[str, tuple[torch.dtype, list[int]]] = {}
-    for file in sorted(model.glob("*.safetensors")):
+    for file in weight_files(model):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a mapping)
                 part = opened.get_slice(name)
@@ -371,7 +377,7 @@ def with_untrained(weights: Iterable[Named], model: Path) -> Iterator[Named]:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or config
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    for file in sorted(model.glob("*.safetensors")):
+    for file in weight_files(model):
         with safe_open(file, "pt") as source:
             for name in source.keys():  # noqa: SIM118 (not a mapping)
                 if name not in written and not (tied and name == "lm_head.weight"):

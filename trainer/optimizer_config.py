@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
-from proxy.settings.section import Common
+from proxy.settings.section import Common, Settings
 from trainer.errors import ConfigError
 
 MIN_LR = 1e-12
@@ -20,7 +20,7 @@ squares of small gradients underflow before their mean does, which this constant
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(Settings):
     """Section `optimizer`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -47,6 +47,17 @@ class OptimizerConfig(BaseModel):
     for the step and back, which takes about 16 bytes of traffic per weight and step."""
     max_grad_norm: Common[float] = Field(1.0, gt=0)
     """Maximum global norm of the gradient; a larger gradient is scaled down to it."""
+
+    @model_validator(mode="after")
+    def _moves_weights(self) -> Self:
+        largest = self.lr * self.max_grad_norm / (self.max_grad_norm + self.eps)
+        if largest < MIN_LR / 2:
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm:g} with eps={self.eps:g} and lr={self.lr:g}: a "
+                f"step changes no weight by more than {largest:.0e}, which trains nothing; use a "
+                "larger max_grad_norm or a smaller eps"
+            )
+        return self
 
 
 def check_optimizer(config: OptimizerConfig, key: str = "optimizer") -> None:

@@ -27,11 +27,17 @@ CONFIGURATION = frozenset(
     [
         *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini"),
         *("sitecustomize.py", "usercustomize.py"),
-        *(".npmrc", ".yarnrc", ".yarnrc.yml", ".pnpmfile.cjs"),
+        *(".npmrc", ".yarnrc", ".yarnrc.yml", ".pnpmfile.cjs", ".pnp.cjs", ".pnp.loader.mjs"),
+        *(f".mocharc.{kind}" for kind in ("js", "cjs", "json", "jsonc", "yaml", "yml")),
+        *("bunfig.toml", ".coveragerc", ".pdbrc", ".rspec", ".gdbinit"),
+        *(".cargo/config", ".cargo/config.toml"),
     ]
 )
 """Names of files that pytest, Python, npm and the like read because they are there. They are
 settings, never the work."""
+COMPILED = "__pycache__"
+"""Folders of compiled modules, which Python takes in place of a source that a judge copies there:
+a file of them can forbid it to compare."""
 TEST_CONFIGURATION = frozenset({"pyproject.toml", "setup.cfg"})
 """Also settings of pytest. They may be the work, so only for a judge that runs pytest."""
 _FULL = ("No space left on device", "Disk quota exceeded")
@@ -54,7 +60,7 @@ _GIT_VALUE = re.compile(r"^\s*([a-z]+)\s*=[^\\]*$", re.IGNORECASE)
 def keep_configuration(workspace: Path, kept: Path) -> None:
     """Copies the files of a new working directory that configure tools to `kept`."""
     for path in _walk(workspace):
-        if path.name in CONFIGURATION | TEST_CONFIGURATION and path.is_file():
+        if _is_one_of(path, CONFIGURATION | TEST_CONFIGURATION) and path.is_file():
             copy = kept / path.relative_to(workspace)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, copy, follow_symlinks=True)
@@ -93,25 +99,33 @@ def copy_left(workspace: Path, seen_at: Path, kept: Path, to: Path, *, tests: bo
     for path in _walk(to, opens=True):
         mode = path.lstat().st_mode
         if stat.S_ISDIR(mode):
-            if _is_repository(path):
+            if path.name == COMPILED:
+                remove_folder(path)
+            elif _is_repository(path):
                 _clean_repository(path)
             continue
         is_link = stat.S_ISLNK(mode)
         stays = stat.S_ISREG(mode) or (is_link and _leads_inside(path, to, (workspace, seen_at)))
         if path.name == ".git" and not os.path.isdir(path):
             stays = False
-        if not stays or path.name in names:  # a link is as good as a file
+        if path.name in (COMPILED, ".cargo") and is_link:
+            stays = False
+        if not stays or _is_one_of(path, names):  # a link is as good as a file
             path.unlink()
         elif not is_link and mode & (stat.S_ISUID | stat.S_ISGID):
             path.chmod(stat.S_IMODE(mode) & ~(stat.S_ISUID | stat.S_ISGID))
     inside = to.resolve()
     for file in _walk(kept) if kept.is_dir() else ():
-        if file.name in names and file.is_file():
+        if _is_one_of(file, names) and file.is_file():
             place = to / file.relative_to(kept)
             # A folder on the way may be a link now, and lead out of the copy.
             is_inside = place.parent.is_dir() and place.parent.resolve().is_relative_to(inside)
             if is_inside and not os.path.lexists(place):
                 shutil.copy2(file, place)
+
+
+def _is_one_of(path: Path, names: frozenset[str]) -> bool:
+    return path.name in names or f"{path.parent.name}/{path.name}" in names
 
 
 def remove_folder(folder: Path) -> None:

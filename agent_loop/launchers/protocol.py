@@ -98,9 +98,9 @@ class LauncherConfig(Section):
         """The tasks of the agent's environment, for a run that names none; None: it has none."""
         return None
 
-    @property
-    def warning(self) -> str | None:
-        """What a user must know about this agent's walls; None: those of `sandbox` hold."""
+    def warning(self, sandbox: str) -> str | None:
+        """What a user must know about this agent's walls; None: those of `sandbox`, which is
+        `light`, `strict` or `off`, are those of this machine."""
         return None
 
     @property

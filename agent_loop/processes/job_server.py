@@ -46,7 +46,8 @@ def serve(server: socket.socket, body: Body | None, wall_file: str) -> None:
     for jobs that are programs. `wall_file`: the file of `proxy/wall.py`."""
     supervisor = _loaded("supervisor", os.path.join(os.path.dirname(__file__), "supervisor.py"))
     _loaded(supervisor.WALL, wall_file)
-    _loaded(supervisor.LANDLOCK, os.path.join(os.path.dirname(wall_file), "machine", "landlock.py"))
+    for name in (supervisor.LANDLOCK, supervisor.SECCOMP):
+        _loaded(name, os.path.join(os.path.dirname(wall_file), "machine", f"{name}.py"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is forked
     gc.freeze()  # so that the collector does not copy shared pages in forks

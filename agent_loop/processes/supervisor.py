@@ -35,9 +35,12 @@ if TYPE_CHECKING:  # the program that loads this file cannot import the project'
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 READ_BYTES = 1 << 20
-WALL, LANDLOCK = "wall", "landlock"
-"""The names under which the job server loads `proxy/wall.py` and `proxy/machine/landlock.py`."""
+WALL, LANDLOCK, SECCOMP = "wall", "landlock", "seccomp"
+"""The names under which the job server loads `proxy/wall.py`, and `landlock.py` and `seccomp.py` of
+`proxy/machine`."""
 MEMORY_CHECK_S = 0.25
+SHARED_CHECK_S = 1.0
+"""For what a walk through all descriptors and mounts finds."""
 FILES_CHECK_S = 2.0
 DISK_CHECK_S = 1.0
 SCARCE_BYTES = 1 << 30
@@ -228,7 +231,8 @@ class Bounds:
             with contextlib.suppress(OSError):
                 self._disks.setdefault(os.stat(folder).st_dev, []).append(folder)
         self._pause_s = MEMORY_CHECK_S if memory_bytes else DISK_CHECK_S
-        self._next_files = self._next_disk = time.monotonic()
+        self._next_files = self._next_disk = self._next_shared = time.monotonic()
+        self._shared_bytes = 0
         self._next = self._next_files + self._pause_s
 
     @property
@@ -246,8 +250,15 @@ class Bounds:
         self._next = time.monotonic() + self._pause_s
 
     def _check_memory(self, most: int) -> None:
+        """What was written to files in memory counts from the last walk, which is followed by a
+        pause of at least 20 times its length."""
         pids = _descendants(os.getpid())
-        if sum(map(_own_bytes, pids)) > most and (used := sum(map(_shared_out_bytes, pids))) > most:
+        if (start := time.monotonic()) >= self._next_shared:
+            self._shared_bytes = files_in_memory(pids)
+            walked_s = time.monotonic() - start
+            self._next_shared = start + walked_s + max(SHARED_CHECK_S, 20 * walked_s)
+        own = sum(map(_own_bytes, pids)) + self._shared_bytes
+        if own > most and (used := sum(map(_shared_out_bytes, pids)) + self._shared_bytes) > most:
             self.met = (
                 f"its processes used {used >> 20} MiB of memory together, and at most "
                 f"{most >> 20} MiB are allowed (limits.memory_bytes)"
@@ -300,6 +311,43 @@ def _shared_out_bytes(pid: int) -> int:
             if line.startswith("Pss_Anon:"):
                 return int(line.split()[1]) << 10
     return _own_bytes(pid)
+
+
+def files_in_memory(pids: list[int]) -> int:
+    """Bytes of the files that these processes keep in memory: those that they made without a name
+    (memfd_create), and all of the file systems in memory that they see."""
+    found: dict[tuple[int, int], int] = {}
+    namespaces: dict[str, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
+            for each in descriptors:
+                with contextlib.suppress(OSError):
+                    if os.readlink(each.path).startswith("/memfd:"):
+                        file = os.stat(each.path)
+                        found[file.st_dev, file.st_ino] = file.st_blocks * 512
+        with contextlib.suppress(OSError):
+            namespaces.setdefault(os.readlink(f"/proc/{pid}/ns/mnt"), pid)
+    namespaces.pop(os.readlink("/proc/self/ns/mnt"), None)  # without a wall: the machine's own
+    for pid in namespaces.values():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/mountinfo", "rb") as mounts:
+            for line in mounts:
+                with contextlib.suppress(OSError):
+                    _add_file_system(pid, line, found)
+    return sum(found.values())
+
+
+def _add_file_system(pid: int, line: bytes, found: dict[tuple[int, int], int]) -> None:
+    """Adds what is used of a file system in memory, a line of `mountinfo`."""
+    mount, _, of_system = line.partition(b" - ")
+    if not of_system.startswith(b"tmpfs "):
+        return
+    _, _, device, _, place, *_ = mount.split(b" ")
+    at = f"/proc/{pid}/root".encode() + place.decode("unicode_escape").encode("latin-1")
+    number = os.stat(at).st_dev
+    if f"{os.major(number)}:{os.minor(number)}".encode() != device:
+        return  # another one is mounted over it
+    system = os.statvfs(at)
+    found[number, 0] = (system.f_blocks - system.f_bfree) * system.f_frsize
 
 
 def _scarce_bytes(folder: str) -> int | None:
@@ -465,10 +513,13 @@ def _behind_wall(job: Job, become: Callable[[], NoReturn], left_over_fd: int) ->
         if rules_fd := job["named"].get("ports"):
             sys.modules[LANDLOCK].take_rules(rules_fd)
             os.close(rules_fd)
+        if sys.modules[SECCOMP].missing() is None:  # or the run has accepted that it is
+            sys.modules[SECCOMP].refuse_calls()
 
     if wall["sandbox"] is not None:
         module.join(wall["sandbox"], prepare, become, left_over_fd=left_over_fd)
-    module.enter(module.Files(**wall["files"]), become, left_over_fd=left_over_fd)
+    files = module.Files(**wall["files"])
+    module.enter(files, become, prepare=prepare, left_over_fd=left_over_fd)
 
 
 def execute(job: Job, error_fd: int) -> None:

@@ -7,6 +7,7 @@ Each is part of a larger section under the same key names: `TrialConfig` of `rem
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,15 +19,13 @@ from agent_loop.processes.readable import declared, repository
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.salvage import SalvageConfig
 from proxy.engines.protocol import COLDEST
+from proxy.machine.wall_parts import PARTS
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.reaching import Patience
 from proxy.settings.recorded import RecordedConfig
 from proxy.settings.section import Common, Section
-from proxy.wall import SYSTEM, Wall
+from proxy.wall import SYSTEM, Wall, unreadable
 
-PARTS = ("ports", "processes", "sockets")
-"""What a kernel may not be able to hold, where it has namespaces: connections to the ports of the
-run's processes and to abstract sockets, and the number of processes."""
 _SANDBOX = rf"^(off|(light|strict)( without ({'|'.join(PARTS)})(, ({'|'.join(PARTS)}))*)?)$"
 
 
@@ -76,14 +75,15 @@ class TrialConfig(Section):
         `shown`; None with `off`. Raises ConfigurationError: what `show` names is not there."""
         if self.sandbox_kind == "off":
             return None
-        hide = [*self.hide, *hidden, *_place_of_the_run()]
+        declared_ = declared("remote_agent.show", self.show)
+        secret = () if os.geteuid() else map(Path, unreadable())
+        unseen = (path for path in secret if not any(path.is_relative_to(p) for p in declared_))
+        hide = [*self.hide, *hidden, *_place_of_the_run(), *unseen]
         return Wall(
             hide=tuple(str(path.absolute()) for path in hide),
-            show=(
-                *map(str, declared("remote_agent.show", self.show)),
-                *(str(path.absolute()) for path in shown),
-            ),
+            show=(*map(str, declared_), *(str(path.absolute()) for path in shown)),
             strict=self.sandbox_kind == "strict",
+            accepted=self.accepted,
         )
 
     @property

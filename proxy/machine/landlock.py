@@ -1,5 +1,5 @@
 """Refuses connections to TCP ports and to abstract Unix sockets, by Landlock: the rule set for a
-process that restricts itself.
+process that restricts itself. Nor can it take such a port while nobody has it.
 
 The kernel applies a rule set to the process that asks for it and to its descendants, and none of
 them can undo it. Uses only the standard library, so that a program that starts agents can load this
@@ -22,7 +22,7 @@ PORTS_ABI = 4
 """The first Landlock version that can refuse ports (Linux 6.7)."""
 SCOPES_ABI = 6
 """The first Landlock version that can refuse abstract sockets of other processes (Linux 6.12)."""
-NET_PORT, CONNECT_TCP = 2, 1 << 1
+NET_PORT, BIND_TCP, CONNECT_TCP = 2, 1 << 0, 1 << 1
 SCOPE_ABSTRACT_SOCKETS = 1 << 0
 PR_SET_NO_NEW_PRIVS = 38
 
@@ -57,8 +57,9 @@ def _version() -> int:
 
 def refuse_ports(ports: Iterable[int]) -> int:
     """A descriptor of a rule set that refuses TCP connections to these ports, at every address, and
-    where the kernel can, connections to abstract sockets of processes without the rule set; -1 if
-    there is nothing to refuse. Takes 0.1 s, because Landlock needs one rule per allowed port.
+    servers there, and where the kernel can, connections to abstract sockets of processes without
+    the rule set; -1 if there is nothing to refuse. Takes 0.1 s, because Landlock needs one rule per
+    allowed port.
 
     Raises:
         OSError: the kernel has no Landlock, or one older than Linux 6.7.
@@ -66,7 +67,7 @@ def refuse_ports(ports: Iterable[int]) -> int:
     refused, scoped = set(ports), missing_scopes() is None
     if not refused and not scoped:
         return -1
-    handled = CONNECT_TCP if refused else 0
+    handled = BIND_TCP | CONNECT_TCP if refused else 0
     scopes = (SCOPE_ABSTRACT_SOCKETS,) if scoped else ()
     attributes = struct.pack(f"{2 + len(scopes)}Q", 0, handled, *scopes)
     ruleset = _syscall(CREATE_RULESET, attributes, len(attributes), 0)
@@ -77,7 +78,7 @@ def refuse_ports(ports: Iterable[int]) -> int:
     address = ctypes.c_void_p(ctypes.addressof(rule))
     for port in range(1 << 16):
         if port not in refused:
-            struct.pack_into("QQ", rule, 0, CONNECT_TCP, port)
+            struct.pack_into("QQ", rule, 0, handled, port)
             _syscall(ADD_RULE, ruleset, NET_PORT, address, 0)
     return ruleset
 

@@ -16,8 +16,13 @@ MAX_VALUES = 1_000_000
 """Number of values in a file with its aliases written out, each of which takes about 100 bytes; a
 few lines of nested aliases stand for billions."""
 _MERGE = "tag:yaml.org,2002:merge"
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
-"""A number with an exponent as in YAML 1.2; PyYAML, which reads YAML 1.1, takes 1e-3 for text."""
+_INTEGER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+)$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+"""Numbers as in YAML 1.2. PyYAML, which reads YAML 1.1, takes 1e-3 for text, 1:30 for 90, and 010
+for 8."""
 
 
 def read_yaml(path: Path) -> Any:
@@ -52,6 +57,14 @@ class _Loader(yaml.SafeLoader):
             problem = "it is nested too deeply; a configuration has a few levels"
             raise yaml.composer.ComposerError(None, None, problem, self.get_mark()) from None
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError, LookupError, AttributeError, TypeError):
+            # A day of no month, thousands of digits, no digit at all: PyYAML checks none of it.
+            problem = f"this is no {node.tag.rpartition(':')[2]} that can be read"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -90,4 +103,12 @@ def _values_of(node: yaml.Node, known: dict[int, int | None]) -> int:
     return count
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_NUMBERS = {
+    f"tag:yaml.org,2002:{name}": kind for name, kind in (("int", _INTEGER), ("float", _FLOAT))
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, kind) for tag, kind in found if tag not in _NUMBERS]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _kind in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, _kind, list("-+.0123456789"))

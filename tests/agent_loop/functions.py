@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import subprocess
+import sys
 import time
 
 from agent_loop.launchers.calls import AgentCall, GradeCall
@@ -86,5 +87,8 @@ def replaces_its_result(call: AgentCall) -> float:
             attempt()
         except OSError as error:
             said.append(f"{error.strerror}\n")
+    shell = [sys.executable, "-I", "-S", "-c", f"open('/proc/{os.getpid()}/mem', 'rb').read(0)"]
+    if subprocess.run(shell, capture_output=True).returncode != 0:
+        said.append("a program that it starts cannot read its memory\n")
     (call.workspace / "attempts").write_text("".join(said))
     return 0.5

@@ -27,7 +27,7 @@ from agent_loop.trial.config import TrialConfig
 from harbor_sdk.sandbox import SandboxError, require_privilege
 from proxy import wall
 from proxy.errors import ConfigurationError
-from proxy.machine import landlock
+from proxy.machine import landlock, seccomp
 from proxy.records import SessionKind
 from proxy.wall import Wall
 from tests.proxy.conftest import RunningProxy
@@ -247,7 +247,7 @@ async def test_function_cannot_replace_the_file_of_its_return_value(
     assert isinstance(config.python, PythonConfig)
     rollout, logs = await run_trial(proxy, run, PythonLauncher(config.python), config, set())
     refusals = (logs / "work" / "attempts").read_text().splitlines()
-    assert len(refusals) == 2
+    assert len(refusals) == 3
     assert not (logs / "returned.json").is_symlink()
     assert run.victim.read_text() == "precious"
     assert rollout.reward == 0.5
@@ -308,7 +308,11 @@ def test_strict_sandbox_without_privilege_is_refused_with_a_remedy(
         config.check_sandbox()
 
 
-def test_wall_is_that_of_the_configured_sandbox(tmp_path: Path) -> None:
+def test_wall_is_that_of_the_configured_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned = ("/etc/owned", str(tmp_path / "tools" / "owned"))
+    monkeypatch.setattr("agent_loop.trial.config.unreadable", lambda: owned)
     (tmp_path / "tools").mkdir()
     walls = {
         sandbox: TrialConfig.model_validate(
@@ -316,7 +320,8 @@ def test_wall_is_that_of_the_configured_sandbox(tmp_path: Path) -> None:
         ).wall([tmp_path], [Path("/opt/python")])
         for sandbox in ("light", "strict", "off")
     }
-    hide = ("/data/secret", str(tmp_path), str(Path.cwd()))
+    of_root = () if os.geteuid() else owned[:1]
+    hide = ("/data/secret", str(tmp_path), str(Path.cwd()), *of_root)
     show = (str(tmp_path / "tools"), "/opt/python")
     assert walls["off"] is None
     assert walls["light"] == Wall(hide=hide, show=show)
@@ -343,6 +348,9 @@ def test_start_says_what_agents_can_reach(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(landlock, "missing", lambda: None)
     monkeypatch.setattr(landlock, "missing_scopes", lambda: None)
     assert light.sandbox_warning is None
+    monkeypatch.setattr(seccomp, "missing", lambda: "this kernel has no seccomp")
+    with pytest.raises(ConfigurationError, match=r"no seccomp.*\"light without ports, sockets\""):
+        light.check_sandbox()
     http = RemoteAgentConfig.model_validate({"http": {"url": "http://h"}, "sandbox": "off"})
     assert http.sandbox_warning is None
 

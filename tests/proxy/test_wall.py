@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from proxy import wall
-from proxy.machine import landlock
+from proxy.machine import landlock, seccomp
 from tests.proxy import walled
 
 REFUSED = wall.missing() or landlock.missing()
@@ -70,7 +72,7 @@ def start(
     job = {
         "script": textwrap.dedent(script),
         "hide": [str(place.run), str(place.answers)],
-        "show": [str(place.answers.parent)],
+        "show": [str(place.answers.parent), sys.prefix, sys.base_prefix],
         "keep": str(place.trial),
         "output": str(place.output),
         "user": user,
@@ -198,3 +200,118 @@ def test_hidden_path_that_does_not_exist_is_ignored(place: Place) -> None:
 def test_wall_is_available_or_gives_the_reason() -> None:
     assert wall.missing() is None
     assert sys.platform == "linux"
+
+
+CALLS = """
+import ctypes, mmap, os, socket, struct, threading
+libc = ctypes.CDLL(None, use_errno=True)
+add_key, keyctl, clone3 = {numbers}
+
+def sockets(*kind):
+    with socket.socket(*kind):
+        return 0
+
+def call(*arguments):
+    return 0 if libc.syscall(*arguments) >= 0 else ctypes.get_errno()
+
+def tried(name, function):
+    try:
+        print(name, function() or "done")
+    except OSError as error:
+        print(name, error.errno)
+
+def first_bytes(send):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as link:
+        send(link, server.getsockname())
+
+def compatible(number):
+    "The call as a program of 32 bits makes it; it ends the process where there are none."
+    code = mmap.mmap(-1, 4096, prot=7)
+    code.write(b"\\xb8" + struct.pack("I", number) + b"\\x53\\xbb\\0\\0\\0\\0\\xcd\\x80\\x5b\\xc3")
+    at = ctypes.addressof(ctypes.c_char.from_buffer(code))
+    if (pid := os.fork()) == 0:
+        os._exit(-ctypes.CFUNCTYPE(ctypes.c_int)(at)() & 0xFF)
+    status = os.wait()[1]
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else {absent}
+
+tried("multipath", lambda: sockets(socket.AF_INET, socket.SOCK_STREAM, 262))
+tried("multipath6", lambda: sockets(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, 262))
+tried("smc", lambda: sockets(socket.AF_INET, socket.SOCK_STREAM, 256))
+tried("sctp", lambda: sockets(socket.AF_INET, socket.SOCK_SEQPACKET, 0))
+tried("packet", lambda: sockets(socket.AF_PACKET, socket.SOCK_RAW, 0))
+tried("vsock", lambda: sockets(socket.AF_VSOCK, socket.SOCK_STREAM))
+tried("alg", lambda: sockets(38, socket.SOCK_SEQPACKET))
+tried("sendto", lambda: first_bytes(lambda link, to: link.sendto(b"x", 0x20000000, to)))
+tried("sendmsg", lambda: first_bytes(lambda link, to: link.sendmsg([b"x"], [], 0x20000000, to)))
+tried("io_uring", lambda: call(425, 1, ctypes.create_string_buffer(120)))
+tried("keyctl", lambda: call(keyctl, 0, -3, 0))
+tried("add_key", lambda: call(add_key, b"user", b"mark", b"x", 1, -3))
+tried("clone3", lambda: call(clone3, None, 0))
+tried("cgroups", lambda: 0 if libc.unshare(0x12000000) == 0 else ctypes.get_errno())
+if os.uname().machine == "x86_64":
+    tried("x32", lambda: call(0x40000000 + 250, 0, -3, 0))
+    tried("i386", lambda: compatible(288))
+    tried("socketcall", lambda: compatible(102))
+for name, kind in (
+    ("tcp", (socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, 6)),
+    ("udp", (socket.AF_INET6, socket.SOCK_DGRAM)),
+    ("unix", (socket.AF_UNIX, socket.SOCK_STREAM)),
+    ("netlink", (socket.AF_NETLINK, socket.SOCK_RAW, 0)),
+):
+    tried(name, lambda: sockets(*kind))
+tried("namespaces", lambda: libc.unshare(0x10020000) and ctypes.get_errno())
+tried("threads", lambda: threading.Thread(target=int).start())
+ends = socket.socketpair()
+tried("bytes", lambda: ends[0].sendmsg([b"x"]) - 1)
+"""
+
+
+@pytest.mark.skipif(seccomp.missing() is not None, reason=str(seccomp.missing()))
+@pytest.mark.parametrize("user", USERS)
+def test_calls_that_get_around_the_wall_are_those_of_an_older_kernel(
+    place: Place, user: int
+) -> None:
+    own = seccomp.ABIS[os.uname().machine][0]
+    numbers = (own.keys[0], own.keys[2], seccomp.CLONE3)
+    program = CALLS.replace("{numbers}", str(numbers)).replace("{absent}", str(errno.ENOSYS))
+    (place.trial / "calls.py").write_text(program)
+    python = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
+    assert behind(place, f"{python} -I -S calls.py", user=user) == 0, said(place)
+    found = dict(line.split() for line in place.output.read_text().splitlines())
+    for each in ("tcp", "udp", "unix", "netlink", "threads", "bytes", "namespaces"):
+        assert found.pop(each) == "done"
+    refused = {
+        **dict.fromkeys(("multipath", "multipath6", "smc"), errno.EPROTONOSUPPORT),
+        **dict.fromkeys(("packet", "vsock", "alg"), errno.EAFNOSUPPORT),
+        **dict.fromkeys(("sendto", "sendmsg"), errno.EOPNOTSUPP),
+        **dict.fromkeys(("io_uring", "keyctl", "add_key", "clone3"), errno.ENOSYS),
+        **dict.fromkeys({"x32", "i386", "socketcall"} & found.keys(), errno.ENOSYS),
+        "sctp": errno.ESOCKTNOSUPPORT,
+        "cgroups": errno.EINVAL,
+    }
+    assert {name: int(code) for name, code in found.items()} == refused
+
+
+def said(place: Place) -> str:
+    return place.output.read_text() if place.output.exists() else "nothing"
+
+
+def test_what_only_its_owner_may_read_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, mode in (
+        ("open", 0o644),
+        ("group", 0o640),
+        ("closed/inner", 0o644),
+        ("in/own", 0o600),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "closed").chmod(0o750)
+    (tmp_path / "link").symlink_to("group")
+    monkeypatch.setattr(wall, "SETTINGS", str(tmp_path))
+    wall.unreadable.cache_clear()
+    found = wall.unreadable()
+    wall.unreadable.cache_clear()
+    assert found == tuple(str(tmp_path / name) for name in ("closed", "group", "in/own"))

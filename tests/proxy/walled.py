@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from proxy import wall
-from proxy.machine import landlock
+from proxy.machine import landlock, seccomp
 
 
 def main(job: dict[str, Any]) -> NoReturn:
@@ -32,7 +32,8 @@ def main(job: dict[str, Any]) -> NoReturn:
     try:
         if (rules := job["rules_fd"]) >= 0:
             landlock.take_rules(rules)
-        wall.enter(wall.Files(job["hide"], [(job["keep"], job["keep"])], job["show"]), body)
+        files = wall.Files(job["hide"], [(job["keep"], job["keep"])], job["show"])
+        wall.enter(files, body, prepare=seccomp.refuse_calls)
     except OSError as error:
         Path(job["output"]).write_text(repr(error))
     os._exit(111)

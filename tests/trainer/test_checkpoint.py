@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from trainer import checkpoint
-from trainer.checkpoint import FORMAT, Checkpoints, _export, as_in_source
+from trainer.checkpoint import FORMAT, Checkpoints, _export, as_in_source, with_untrained
 from trainer.errors import CheckpointError
 from trainer.run.state_folder import StateError, check_whole, read_metadata, read_state, write_state
 
@@ -53,9 +53,21 @@ def test_names_of_somebody_elses_are_ignored_and_never_deleted(
     own = ["step-notes.txt", "step-9", "step-000099", "step-00000x", "step-", "step-000007.bak"]
     for name in own:
         (tmp_path / name).touch()
+    # Folders that look like a checkpoint's, or like the rest of one that was being written.
+    folders = [
+        "step-0000001",
+        "step-00000\N{ARABIC-INDIC DIGIT ONE}",
+        ".step-notes",
+        ".step-000001-good",
+    ]
+    for name in folders:
+        (tmp_path / name).mkdir()
+    own += folders
     assert newest(checkpoints) == 3
     checkpoints._prune(3)
-    left = {path.name for path in tmp_path.iterdir()}
+    with suppress(AttributeError):
+        checkpoints.save(4, None, {}, tmp_path)  # type: ignore[arg-type]
+    left = {path.name for path in tmp_path.iterdir()} - {".step-000004"}
     assert left == {"step-000002", "step-000003", "step-000003-good", *own}
 
 
@@ -237,6 +249,7 @@ def test_export_has_all_files_of_its_source_but_its_weights(tmp_path: Path) -> N
     files = {
         *("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"),
         *("merges.txt", "tokenizer.model", "qwen.tiktoken", "modeling_own.py"),
+        *("LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
         "additional_chat_templates/tools.jinja",
     }
     for name in files:
@@ -261,6 +274,20 @@ def test_export_has_the_types_of_its_source(tmp_path: Path) -> None:
     trained = {"a": torch.ones(2), "n": torch.ones(2)}
     types = {name: tensor.dtype for name, tensor in as_in_source(trained.items(), tmp_path)}
     assert types == {"a": torch.bfloat16, "n": torch.float32}
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_second_form_of_the_weights_is_not_exported(index: bool, tmp_path: Path) -> None:
+    """Mistral's folders have both."""
+    name = "model-00001-of-00001.safetensors" if index else "model.safetensors"
+    save_file({"a": torch.zeros(2)}, tmp_path / name)
+    save_file({"layers.0.wq": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    if index:
+        found = '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
+        (tmp_path / "model.safetensors.index.json").write_text(found)
+    whole = as_in_source(with_untrained([("a", torch.ones(2))], tmp_path), tmp_path)
+    assert [each for each, _ in whole] == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,50 @@ def loaded(tmp_path: Path, text: str, *words: str) -> TrainerConfig:
     return load([path], words, {})
 
 
+@pytest.mark.parametrize("value", [True, False, 2**63, -(10**400)])
+def test_no_number_may_be_a_switch_or_need_more_than_64_bits(value: int) -> None:
+    accepted, tried = [], 0
+    for model in SECTIONS:
+        for name, field in model.model_fields.items():
+            kinds = str(field.annotation)
+            if "bool" in kinds or not ("int" in kinds or "float" in kinds):
+                continue
+            if "float" in kinds and not isinstance(value, bool):
+                continue
+            tried += 1
+            for shape in (value, [value], [value, value]):
+                try:
+                    model.__pydantic_validator__.validate_assignment(
+                        model.model_construct(), name, shape
+                    )
+                except ValidationError:
+                    continue
+                accepted.append(f"{model.__name__}.{name}")
+    assert tried > 70
+    assert not accepted
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("trainer.steps=yes", "should be a number: true and false"),
+        ("optimizer.lr=true", "should be a number"),
+        ("optimizer.betas=[true, 0.9]", "should be a number"),
+        ("algorithm.reward.scale=on", "should be a number"),
+        ("model.lora={rank: true}", "should be a number"),
+        ("remote_agent.timeout_s=1:30", "should be a valid number"),
+        (f"trainer.steps={10**400}", "64 bits"),
+        (f"rollout.max_tokens={2**63}", "64 bits"),
+        (f"trainer.steps={'9' * 5000}", "not YAML"),
+    ],
+)
+def test_number_of_another_kind_is_refused_with_its_key(
+    tmp_path: Path, setting: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{setting[:9]}.*{said}"):
+        loaded(tmp_path, "", setting)
+
+
 @pytest.mark.parametrize("key", ["optimizer.lr", "rollout.temperature", "eval.success_at"])
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e400"])
 def test_infinite_value_is_refused_with_its_key(tmp_path: Path, key: str, value: str) -> None:
@@ -119,6 +163,8 @@ def yaml_of(tmp_path: Path, text: str) -> Any:
         (["algorithm.reward.scale=0"], "algorithm.reward.scale"),
         (["algorithm.advantage={name: pass_at_k, k: 8}", "rollout.group_size=8"], "advantage.k"),
         (["algorithm.kl={estimator: k1}"], "algorithm.kl.estimator=k1"),
+        (["optimizer.max_grad_norm=1e-30"], "max_grad_norm=1e-30 with eps=1e-08"),
+        (["optimizer.lr=1e-10", "optimizer.eps=1e3"], "a step changes no weight"),
     ],
 )
 def test_settings_that_train_nothing_are_refused(

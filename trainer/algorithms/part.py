@@ -15,13 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from agent_loop.outside_parts import check_signature, named_function
 from proxy.errors import ConfigurationError
 from proxy.settings.plugins import import_path, load_plugin
+from proxy.settings.section import Settings
 from trainer.errors import TrainingError
 
 MAX_FACTOR = 1e3
@@ -33,7 +34,7 @@ MAX_COUNT = 2**31 - 1
 """Largest number of tokens or rollouts."""
 
 
-class Part(BaseModel):
+class Part(Settings):
     """The immutable settings of a part. The class of a kind of part adds the formula."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.errors import ConfigError
+from trainer.policy.weight_files import weight_files
 
 _PREFIX = "base_model.model."
 """PEFT's prefix of every module name."""
@@ -169,7 +170,7 @@ def adapter_arguments(checkpoint: Path) -> list[str]:
     compared, end the engine if other calls run at the same time. Empty for a checkpoint without
     safetensors files."""
     found = set()
-    for file in checkpoint.glob("*.safetensors"):
+    for file in weight_files(checkpoint):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (it is not a mapping)
                 layer, _, kind = name.rpartition(".")

@@ -13,9 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.policy.weight_files import weight_files
+
 ComputeDtype = Literal["float32", "bfloat16"]
 WIDE = frozenset({"float32", "float64", "F32", "F64"})
 NOT_FLOATING = frozenset({"BOOL", "I16", "I32", "I64", "U16", "U32", "U64"})
+HELD = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
+"""Types, as safetensors names them, of weights that are trained, and of buffers."""
 HEADER_BYTES = 100 * 2**20
 """The longest header that safetensors itself reads."""
 
@@ -24,6 +28,15 @@ def checkpoint_type(path: Path) -> ComputeDtype:
     """The type in which a checkpoint is computed by default; float32 if nothing says its type."""
     name = _configured(path / "config.json") or _most_common(path) or "float32"
     return "float32" if name in WIDE else "bfloat16"
+
+
+def other_type(path: Path) -> tuple[str, str] | None:
+    """The first weight of a type in which none is trained or exported (float8), and its type."""
+    for file in weight_files(path):
+        for name, tensor in _header(file).items():
+            if "data_offsets" in tensor and (kind := str(tensor.get("dtype"))) not in HELD:
+                return name, kind
+    return None
 
 
 def _configured(file: Path) -> str | None:
@@ -47,7 +60,7 @@ def _dtypes(settings: Any) -> Iterator[str]:
 def _most_common(path: Path) -> str | None:
     """The type of most bytes of the weights."""
     sizes = Counter[str]()
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         for tensor in _header(file).values():
             if "data_offsets" in tensor and tensor.get("dtype") not in NOT_FLOATING:
                 begin, end = tensor["data_offsets"]

@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from trainer.errors import ConfigError
 from trainer.policy.towers import drop_tower, has_causal_class
+from trainer.policy.weight_files import weight_files
 
 Place = Callable[[nn.Module], None]
 """Shards a layer in place, so that this process keeps only its part of the layer's weights."""
@@ -109,7 +110,7 @@ def names_in_source(model: Any) -> frozenset[str]:
 
 def _names(path: Path) -> frozenset[str]:
     names: set[str] = set()
-    for file in path.glob("*.safetensors"):
+    for file in weight_files(path):
         with safe_open(file, framework="pt") as opened:
             names.update(opened.keys())
     return frozenset(names)

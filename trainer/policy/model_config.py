@@ -12,22 +12,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
 from proxy.records import POLICY_NAME
-from proxy.settings.section import Common
+from proxy.settings.section import Common, Settings
 from trainer.errors import ConfigError
 from trainer.policy.architecture import check_settings
-from trainer.policy.checkpoint_type import ComputeDtype, checkpoint_type
+from trainer.policy.checkpoint_type import ComputeDtype, checkpoint_type, other_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+QUANTISED_BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files in which AutoGPTQ, AutoAWQ and ModelOpt say how they quantised a checkpoint whose
+`config.json` may not."""
 MICRO_BATCH_TOKENS = 8192
 """Of `max_micro_batch_tokens`, and what it is where it is None and nothing decides it."""
 
 
-class LoraSettings(BaseModel):
+class LoraSettings(Settings):
     """Section `model.lora`: train low-rank adapters (PEFT) instead of the weights."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -56,7 +59,7 @@ def _type_at_path(section: Mapping[str, Any]) -> ComputeDtype:
     return checkpoint_type(path) if isinstance(path, Path) else "float32"
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Settings):
     """Section `model`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -191,6 +194,11 @@ def load_settings(path: Path, key: str = "model.path") -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{key}: {path}: {_one_line(error)}") from error
     _refuse_quantised(settings, path, key)
+    if (found := other_type(path)) is not None:
+        raise ConfigError(
+            f"{key}: {found[0]} is {found[1]} in {path}, and weights of that type are not trained; "
+            "give the checkpoint in bfloat16 or float32 from which it was made"
+        )
     check_settings(settings, path, key)
     _check_tokenizer(path, key, settings.get_text_config().vocab_size)
     return settings
@@ -216,6 +224,12 @@ def _without_docstrings() -> Iterator[None]:
 def _refuse_quantised(settings: Any, path: Path, key: str) -> None:
     """Refuses weights in blocks of fewer bits: an export would mix the trained weights with the
     original blocks, and an engine would quantise again what is sent to it."""
+    for name in QUANTISED_BESIDE:
+        if (path / name).is_file():
+            raise ConfigError(
+                f"{key}: {path} is quantised ({name} says how), and quantised weights are not "
+                "trained; give the checkpoint in bfloat16 or float32 from which it was made"
+            )
     for part in (settings, settings.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             if (found := getattr(part, name, None)) is None:

@@ -25,6 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -35,8 +36,12 @@ from agent_loop.launchers.lifeline import Lifeline, LifelineAddress, LifelineLis
 from agent_loop.launchers.protocol import OVERHEAD_S
 from agent_loop.processes.host import END_TIMEOUT_S, PROCESS, Ended, ProcessConfig, ProcessHost
 from agent_loop.records import AgentResult, Trial
+from proxy import wall
 from proxy.errors import ConfigurationError
+from proxy.machine import landlock
+from proxy.machine.wall_parts import PARTS, lacking
 from proxy.settings.reaching import ClusterAgents, RayResources
+from proxy.wall import Wall
 
 LOST_S = 100.0
 """Seconds in addition to `grace_s` after which an agent counts as out of reach: more than the 90 s
@@ -59,11 +64,15 @@ class RayConfig(ClusterAgents, RayResources, ArgvConfig):
     workspace_bytes: int = Field(64 << 20, ge=0)
     """Maximum size of the agent's working directory, which is copied back for the reward."""
 
-    @property
-    def warning(self) -> str:
+    def warning(self, sandbox: str) -> str:
+        if sandbox == "off":
+            return (
+                "warning: remote_agent.sandbox=off: agents can read what Ray's user can read on "
+                "their nodes, and can connect to Ray"
+            )
         return (
-            "warning: remote_agent.ray: agents have no wall on their nodes; they can read what "
-            "Ray's user can read, and can connect to Ray"
+            "remote_agent.ray: each node builds the wall of its agents; where one cannot, its "
+            "trials fail and say what it lacks (docs/wall.md)"
         )
 
     def build(self, process: ProcessConfig = PROCESS) -> RayLauncher:
@@ -183,7 +192,7 @@ class RayLauncher:
             options["memory"] = settings.memory_bytes
         # What rewards see and the agent does not stays on this machine.
         own = replace(trial.task, data=trial.agent_data)
-        sent = replace(trial, task=own, wall=None)
+        sent = replace(trial, task=own)
         return (
             self._ray.remote(_run_on_node)
             .options(**options)
@@ -245,7 +254,12 @@ async def _run_agent(
     trial: Trial, settings: RayConfig, process: ProcessConfig, line: socket.socket
 ) -> FinishedAgent:
     with tempfile.TemporaryDirectory(prefix="agent-") as folder:
-        here = replace(trial, directory=Path(folder))
+        behind = (
+            None
+            if trial.wall is None
+            else await asyncio.to_thread(_wall_of_node, trial.wall, trial.base_url)
+        )
+        here = replace(trial, directory=Path(folder), wall=behind)
         host = ProcessHost()
         try:
             ended = await run_agent(
@@ -257,6 +271,37 @@ async def _run_agent(
             return FinishedAgent(ended, b"", b"")  # nobody waits for it
         log = (here.directory / "agent.log").read_bytes()
         return FinishedAgent(ended, log, _packed(here.workspace, settings.workspace_bytes))
+
+
+def _wall_of_node(wanted: Wall, base_url: str) -> Wall:
+    """The wall as this node builds it: Ray's ports are refused, and its sockets, logs and token
+    hidden, with which an agent could run programs on every node.
+
+    Raises:
+        LaunchError: this node does not hold it.
+    """
+    from agent_loop.extras.ray.here import RayHere
+
+    name = socket.gethostname()
+    if (reason := wall.missing()) is not None:
+        raise LaunchError(
+            f"ray: node {name} cannot put agents behind a wall ({reason}); allow namespaces there, "
+            "or set remote_agent.sandbox=off"
+        )
+    if parts := lacking(wanted.accepted):
+        said = "; ".join(f"{PARTS[part]} ({why})" for part, why in parts.items())
+        words = f"light without {', '.join(sorted({*parts, *wanted.accepted}))}"
+        raise LaunchError(
+            f"ray: node {name} does not hold all of docs/wall.md: {said}; use a newer kernel there,"
+            f' or accept it: remote_agent.sandbox="{words}"'
+        )
+    if landlock.missing() is not None:  # which has been accepted
+        return replace(wanted, ports=frozenset())
+    found = RayHere.find()
+    ports = wanted.ports | found.ports_here()
+    hidden = (str(path) for path in found.paths)
+    ports -= {urlsplit(base_url).port}
+    return replace(wanted, ports=ports, hide=(*wanted.hide, *hidden))
 
 
 def _packed(folder: Path, limit_bytes: int) -> bytes:
@@ -274,15 +319,17 @@ def _packed(folder: Path, limit_bytes: int) -> bytes:
 
 
 def _unpack(packed: bytes, folder: Path) -> None:
-    """Raises LaunchError: the archive has a link or a device that leads out of the folder."""
+    """Without what leads out of the folder, and pipes: no agent ends its own judgement by these."""
     folder.mkdir()
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
+        archive.extractall(folder, filter=_kept)
+
+
+def _kept(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
     try:
-        with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
-            archive.extractall(folder, filter="data")
-    except tarfile.TarError as error:
-        raise LaunchError(
-            f"ray: the agent's working directory cannot be copied back: {_one_line(error)}"
-        ) from error
+        return tarfile.data_filter(member, folder)
+    except tarfile.FilterError:
+        return None
 
 
 def _one_line(error: BaseException) -> str:

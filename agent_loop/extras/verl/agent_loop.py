@@ -34,12 +34,14 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import ray
 from aiohttp import web
 from omegaconf import OmegaConf
 from pydantic import Field, ValidationError, model_validator
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 from agent_loop.errors import AgentLoopError
+from agent_loop.extras.ray.here import RayHere
 from agent_loop.extras.verl.engine import VerlEngine
 from agent_loop.records import Rollout, RolloutStatus, Task, Trajectory
 from agent_loop.remote_agent_config import RemoteAgentConfig
@@ -52,6 +54,7 @@ from proxy.config import load_config
 from proxy.errors import ConfigurationError
 from proxy.extras.rules.rules import Rules
 from proxy.http.server import app_runner
+from proxy.machine import landlock
 from proxy.machine.port import BACKLOG, http_url
 from proxy.records import SessionKind
 
@@ -116,6 +119,11 @@ class VerlSampling(SamplingConfig):
         return {name: value for name, value in pinned.items() if name != "alternatives"}
 
 
+def _ports_of_ray() -> frozenset[int]:
+    """Whoever reaches these can run programs on every node."""
+    return RayHere.find().ports_here() if ray.is_initialized() else frozenset()
+
+
 class Recorder:
     """One worker's proxy, the proxy's client, and the parts that the worker's trials share."""
 
@@ -125,6 +133,7 @@ class Recorder:
         self._model = model
         self._starting: asyncio.Task[ProxyClient] | None = None
         self._runner: web.AppRunner | None = None
+        config.check_sandbox()
         self.launcher = config.build_launcher()
         self.rewards = config.build_rewards()
 
@@ -145,14 +154,19 @@ class Recorder:
         await self.rewards.close()
 
     def loop(self, proxy: ProxyClient, sampling: VerlSampling) -> RemoteAgentLoop:
+        config = self._config
+        of_ray = RayHere.find().paths if ray.is_initialized() else ()
         return RemoteAgentLoop(
             proxy,
             self.launcher,
             self.rewards,
-            self._config.trials_dir,
-            trial=self._config,
+            config.trials_dir,
+            trial=config,
             sampling=sampling,
-            recording=self._config,
+            recording=config,
+            hidden=(*config.private_files, *of_ray),
+            shown=config.shown_files,
+            private_ports=_ports_of_ray if landlock.missing() is None else frozenset,
         )
 
     async def _start(self) -> ProxyClient:

@@ -15,6 +15,7 @@ import pytest
 from agent_loop.errors import AgentLoopError
 from proxy.client import ProxyClient, ProxyClientError
 from proxy.errors import ConfigurationError
+from proxy.machine import landlock
 from proxy.testing.scripted_engine import scripted_logprob
 from tests.needs import skip_or_fail
 from tests.proxy.checkpoint import write_checkpoint
@@ -34,7 +35,9 @@ with warnings.catch_warnings():
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.replica import TokenOutput
 
-    from agent_loop.extras.verl.agent_loop import AgenticLoop, VerlSampling, task_of
+    from agent_loop.extras.ray.here import RayHere
+    from agent_loop.extras.verl import agent_loop as verl_loop
+    from agent_loop.extras.verl.agent_loop import AgenticLoop, Recorder, VerlSampling, task_of
 
 AGENT = Path(__file__).parent / "forking_agent.py"
 
@@ -88,6 +91,7 @@ def settings(tmp_path: Path, verifier: str = "0.5") -> dict[str, Any]:
         "trials_dir": str(tmp_path / "trials"),
         "timeout_s": 30,
         "max_retries": 0,
+        "sandbox": "light without ports, processes, sockets",
     }
 
 
@@ -262,6 +266,25 @@ async def test_wrong_settings_are_reported_in_one_line(
     with pytest.raises(Exception, match=says) as raised:
         await worker.generate_sequences(batch("One?"))
     assert isinstance(raised.value.__cause__ or raised.value, ConfigurationError)
+
+
+def test_agents_of_a_worker_do_not_reach_ray(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `agentic-train`, a machine that cannot hold that is refused unless it is accepted."""
+    found = RayHere(Path("/tmp/ray"), (Path("/home/me/.ray"),), frozenset({6379}), ())
+    monkeypatch.setattr(RayHere, "find", lambda: found)
+    monkeypatch.setattr(verl_loop.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(landlock, "missing", lambda: None)
+    config = verl_loop.VerlConfig.model_validate(settings(tmp_path))
+    loop = Recorder(config, None, model).loop(None, VerlSampling())  # type: ignore[arg-type]
+    assert loop.private_ports() == {6379}
+    assert loop.wall is not None
+    assert {"/tmp/ray", "/home/me/.ray"} <= set(loop.wall.hide)
+    monkeypatch.setattr(landlock, "missing", lambda: "this kernel has no Landlock")
+    strict = verl_loop.VerlConfig.model_validate({**settings(tmp_path), "sandbox": "light"})
+    with pytest.raises(ConfigurationError, match="no Landlock"):
+        Recorder(strict, None, model)  # type: ignore[arg-type]
 
 
 def test_row_becomes_a_task_with_the_columns_that_json_can_hold() -> None:

@@ -36,6 +36,25 @@ def test_settings_of_tools_are_those_that_the_trial_began_with(tmp_path: Path) -
         assert (copy / str(tests) / "pyproject.toml").read_text() == project
 
 
+def test_compiled_modules_and_settings_of_a_folder_are_left_out(tmp_path: Path) -> None:
+    work, kept = tmp_path / "work", tmp_path / "kept"
+    (work / ".cargo").mkdir(parents=True)
+    (work / ".cargo" / "config.toml").write_text("given")
+    keep_configuration(work, kept)
+    forged = ("a/__pycache__/b.cpython-311.pyc", "a/.cargo/config", "a/config.toml")
+    for name in (*forged, ".cargo/config.toml"):
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_text("forged")
+    (work / "__pycache__").symlink_to("a/__pycache__")
+    (work / "linked").mkdir()
+    (work / "linked" / ".cargo").symlink_to("../a")
+    copy_left(work, work, kept, tmp_path / "copy", tests=False)
+    left = {str(p.relative_to(tmp_path / "copy")) for p in (tmp_path / "copy").rglob("*")}
+    folders = {"a", "a/.cargo", "linked", ".cargo"}
+    assert left == {*folders, "a/config.toml", ".cargo/config.toml"}
+    assert (tmp_path / "copy" / ".cargo" / "config.toml").read_text() == "given"
+
+
 def test_repository_keeps_its_history_and_its_harmless_settings(tmp_path: Path) -> None:
     work = tmp_path / "work"
     git = ["git", "-C", str(work)]

@@ -25,6 +25,10 @@ from agent_loop.extras.ray import launcher as ray_task
 from agent_loop.extras.ray.launcher import RayConfig, RayLauncher
 from agent_loop.processes.host import PROCESS, ProcessConfig
 from agent_loop.records import AgentEnd, AgentResult, Task, Trial
+from agent_loop.remote_agent_config import RemoteAgentConfig
+from proxy import wall
+from proxy.machine import landlock
+from proxy.wall import Wall
 from tests.agent_loop.conftest import MakeTrial
 from tests.agent_loop.launchers.test_command import until
 from tests.needs import skip_or_fail
@@ -215,11 +219,40 @@ def test_working_directory_that_is_too_large_is_refused(tmp_path: Path) -> None:
         ray_task._packed(tmp_path, 1000)
 
 
-def test_link_out_of_the_working_directory_is_refused(tmp_path: Path) -> None:
-    work = tmp_path / "work"
+def test_what_leads_out_of_the_working_directory_does_not_end_the_trial(tmp_path: Path) -> None:
+    work, back = tmp_path / "work", tmp_path / "back"
     work.mkdir()
     (work / "link").symlink_to("/etc/passwd")
+    (work / "up").symlink_to("../secret")
+    os.mkfifo(work / "pipe")
+    (work / "answer").write_text("42")
     packed = ray_task._packed(work, 1000)
     assert tarfile.is_tarfile(io.BytesIO(packed))
-    with pytest.raises(LaunchError, match="cannot be copied back"):
-        ray_task._unpack(packed, tmp_path / "back")
+    ray_task._unpack(packed, back)
+    assert [path.name for path in back.iterdir()] == ["answer"]
+
+
+def test_node_that_does_not_hold_the_wall_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(landlock, "missing", lambda: "this kernel has no Landlock")
+    monkeypatch.setattr(landlock, "missing_scopes", lambda: None)
+    monkeypatch.setattr(wall, "missing_processes", lambda: None)
+    monkeypatch.setattr(wall, "missing", lambda: None)
+    wanted = Wall(hide=("/secret",), ports=frozenset({29500}))
+    with pytest.raises(LaunchError, match=r'no Landlock.*sandbox="light without ports"'):
+        ray_task._wall_of_node(wanted, "http://127.0.0.1:9/v1")
+    accepting = replace(wanted, accepted=frozenset({"ports"}))
+    behind = ray_task._wall_of_node(accepting, "http://127.0.0.1:9/v1")
+    assert behind == replace(accepting, ports=frozenset())
+    monkeypatch.setattr(wall, "missing", lambda: "Operation not permitted")
+    with pytest.raises(LaunchError, match=r"not permitted\); allow .*remote_agent\.sandbox=off"):
+        ray_task._wall_of_node(accepting, "http://127.0.0.1:9/v1")
+
+
+def test_start_says_that_nodes_build_the_walls() -> None:
+    agent = {"ray": {"argv": ["true"]}}
+    walled = RemoteAgentConfig.model_validate(agent).sandbox_warning or ""
+    assert "each node builds the wall of its agents" in walled
+    off = RemoteAgentConfig.model_validate({**agent, "sandbox": "off"}).sandbox_warning or ""
+    assert off.startswith("warning: remote_agent.sandbox=off: agents can read what Ray's user")

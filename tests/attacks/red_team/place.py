@@ -124,6 +124,8 @@ def _processes(files: Mapping[str, str], mark: str) -> Iterator[dict[str, str]]:
     libc = ctypes.CDLL(None, use_errno=True)
     key = secrets.randbits(30)
     segment = libc.shmget(key, 4096, IPC_CREAT | 0o600)
+    secret, ring = tricks.SECRET, tricks.USER_KEYRING
+    kept = libc.syscall(tricks.ADD_KEY, b"user", mark.encode(), secret, len(secret), ring)
     program = [sys.executable, "-I", "-S", "-c", VICTIM, files["verifier"], tricks.SECRET.decode()]
     with (
         subprocess.Popen(
@@ -142,7 +144,12 @@ def _processes(files: Mapping[str, str], mark: str) -> Iterator[dict[str, str]]:
         path.bind(files["home"] + "/service.sock")
         for each in (abstract, path):
             each.listen()
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            free_port = closed.getsockname()[1]
         numbers = {
+            "free_port": str(free_port),
+            "owned": tricks.owned_file(),
+            "left_out": "|".join(tricks.left_out()),
             "victim": str(victim.pid),
             "victim_fd": "3",
             "shm_key": str(key),
@@ -156,6 +163,7 @@ def _processes(files: Mapping[str, str], mark: str) -> Iterator[dict[str, str]]:
             yield numbers
         finally:
             libc.shmctl(segment, IPC_RMID, None)
+            libc.syscall(tricks.KEYCTL, 9, kept, ring)
             victim.communicate(b"\n")
 
 
@@ -201,10 +209,9 @@ async def play(proxy: RunningProxy, at: Place, launcher: str, sandbox: str) -> P
     }
     agents = {
         "command": {"argv": [sys.executable, "-I", "-S", str(HERE / "tricks.py")], **settings},
-        "python": {"target": "tests/attacks/red_team/tricks.py:run", **settings},
+        "python": {"target": f"{HERE}/tricks.py:run", **settings},
     }
-    if launcher == "python":
-        agents["python"]["target"] = f"{HERE}/tricks.py:run"
+    agents["ray"] = {**agents["command"], "num_cpus": 0, "workspace_bytes": 1 << 30}
     config = RemoteAgentConfig.model_validate(
         {
             launcher: agents[launcher],
@@ -234,7 +241,7 @@ async def play(proxy: RunningProxy, at: Place, launcher: str, sandbox: str) -> P
         trial=config,
         hidden=(*private, *config.private_files),
         shown=config.shown_files,
-        private_ports=lambda: frozenset({int(at.places["port"])}),
+        private_ports=lambda: frozenset({int(at.places[name]) for name in ("port", "free_port")}),
     )
     try:
         rollout = await loop.run(

@@ -30,6 +30,26 @@ for _ in range(8):
         time.sleep(600)
 time.sleep(600)
 """
+FILE_IN_MEMORY = """
+import os, time
+kept = os.memfd_create("kept")
+for _ in range(300):
+    os.write(kept, bytes(1 << 20))
+time.sleep(600)
+"""
+DISK_IN_MEMORY = """
+import ctypes, os, pathlib, time
+libc = ctypes.CDLL(None)
+user, group = os.getuid(), os.getgid()
+assert libc.unshare(0x10000000 | 0x00020000) == 0
+for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    pathlib.Path(f"/proc/self/{name}").write_text(text)
+assert libc.mount(b"mine", os.environ["HOME"].encode(), b"tmpfs", 0, None) == 0
+with open(os.environ["HOME"] + "/kept", "wb") as file:
+    for _ in range(300):
+        file.write(bytes(1 << 20))
+time.sleep(600)
+"""
 FILES = """
 import os, time
 for folder in (os.getcwd(), os.environ["HOME"], "/tmp"):
@@ -38,6 +58,8 @@ for folder in (os.getcwd(), os.environ["HOME"], "/tmp"):
             file.write(os.urandom(1 << 20))
 time.sleep(600)
 """
+IN_MEMORY = (MEMORY, FILE_IN_MEMORY, DISK_IN_MEMORY)
+OF_MEMORY = "at most 200 MiB are allowed (limits.memory_bytes)"
 BOUNDS = """
 import os, resource
 of_user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -76,10 +98,10 @@ async def run_agent(
 @pytest.mark.parametrize(
     ("code", "limits", "said"),
     [
-        (MEMORY, {"memory_bytes": 200 << 20}, "at most 200 MiB are allowed (limits.memory_bytes)"),
+        *((code, {"memory_bytes": 200 << 20}, OF_MEMORY) for code in IN_MEMORY),
         (FILES, {"file_bytes": 25 << 20}, "at most 25 MiB are allowed (limits.file_bytes)"),
     ],
-    ids=["memory", "files"],
+    ids=["memory", "file-in-memory", "disk-in-memory", "files"],
 )
 async def test_trial_names_the_limit_that_its_agent_met(
     code: str, limits: dict[str, Any], said: str, proxy: RunningProxy, tmp_path: Path

@@ -12,14 +12,14 @@ import pytest
 from proxy import wall
 from proxy.machine import landlock
 from tests.attacks.red_team.place import Played, place, play
-from tests.attacks.red_team.tricks import LEFT, ROOT_ONLY, TRICKS
+from tests.attacks.red_team.tricks import LEFT, TRICKS, left_out
 from tests.proxy.conftest import RunningProxy
 
 REFUSED = wall.missing() or landlock.missing_scopes()
 pytestmark = pytest.mark.skipif(
     REFUSED is not None, reason=f"this machine has not the whole wall: {REFUSED}"
 )
-PLAYED = set(LEFT) | (set(TRICKS) - (set() if os.geteuid() == 0 else ROOT_ONLY))
+PLAYED = set(LEFT) | (set(TRICKS) - set(left_out()))
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="the strict wall needs root")
 
 

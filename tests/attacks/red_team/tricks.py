@@ -3,20 +3,25 @@
 A program that imports the standard library only. PLACES is a JSON object of what is there to be
 stolen or damaged: a project with its repository, its runs and its virtual environment, a home
 folder, a process, sockets. A trick works if its function returns true; it fails if that returns
-false or raises. Tricks that only root can play are left out for other users. Those at the end leave
-something for the judge (`judge.py`), which says whether it was fooled.
+false or raises. Tricks that only root can play are left out for other users, and those by means
+that this kernel does not have. Those at the end leave something for the judge (`judge.py`), which
+says whether it was fooled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
+import marshal
+import mmap
 import os
 import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,19 +32,40 @@ SECRET = b"the answer is 42"
 P: dict[str, str] = {}
 TRICKS: dict[str, Callable[[], object]] = {}
 ROOT_ONLY: set[str] = set()
+NEEDS: dict[str, Callable[[], object]] = {}
+"""Trick → raises or returns false where this kernel lacks what it needs."""
+ADD_KEY, KEYCTL = {"x86_64": (248, 250), "aarch64": (217, 219)}.get(os.uname().machine, (-1, -1))
+USER_KEYRING = -4
+IPPROTO_MPTCP, MSG_FASTOPEN = 262, 0x20000000
+IO_URING_SETUP, IO_URING_ENTER, OP_SENDMSG = 425, 426, 9
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def trick(
-    name: str, *, root: bool = False
+    name: str, *, root: bool = False, needs: Callable[[], object] | None = None
 ) -> Callable[[Callable[[], object]], Callable[[], object]]:
     def added(function: Callable[[], object]) -> Callable[[], object]:
         TRICKS[name] = function
         if root:
             ROOT_ONLY.add(name)
+        if needs is not None:
+            NEEDS[name] = needs
         return function
 
     return added
+
+
+def left_out() -> list[str]:
+    """The tricks that cannot be played here; asked by a process without a wall."""
+    lacking = list(ROOT_ONLY) if os.geteuid() != 0 else []
+    for name, function in NEEDS.items():
+        try:
+            lacks = not function()
+        except OSError:
+            lacks = True
+        if lacks:
+            lacking.append(name)
+    return lacking
 
 
 def reads(path: str) -> bool:
@@ -72,9 +98,14 @@ def outside(path: str) -> bool:
 
 
 def called(result: int) -> bool:
+    return number(result) >= 0
+
+
+def number(result: int) -> int:
+    """What a call of the C library returned, where that is not an error."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return True
+    return result
 
 
 for _name, _what in {
@@ -257,6 +288,110 @@ def _() -> object:
     return True
 
 
+def _has_multipath() -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, IPPROTO_MPTCP):
+        return True
+
+
+@trick("a port of the run by multipath TCP", needs=_has_multipath)
+def _() -> object:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, IPPROTO_MPTCP) as link:
+        link.connect(("127.0.0.1", int(P["port"])))
+    return True
+
+
+def _has_fast_open() -> int:
+    return int(Path("/proc/sys/net/ipv4/tcp_fastopen").read_text()) & 1
+
+
+@trick("a port of the run by the first bytes sent", needs=_has_fast_open)
+def _() -> object:
+    with socket.socket() as link:
+        link.sendto(b"Hello", MSG_FASTOPEN, ("127.0.0.1", int(P["port"])))
+        link.getpeername()
+    return True
+
+
+def _has_io_uring() -> bool:
+    os.close(number(_libc.syscall(IO_URING_SETUP, 1, ctypes.create_string_buffer(120))))
+    return bool(_has_fast_open())
+
+
+@trick("a port of the run through io_uring", needs=_has_io_uring)
+def _() -> object:
+    """As by the first bytes sent; no filter of system calls sees what is in a ring."""
+    parameters = ctypes.create_string_buffer(120)
+    ring = number(_libc.syscall(IO_URING_SETUP, 1, parameters))
+    at = struct.unpack_from("30I", parameters)
+    tail, array = at[11], at[16]
+    queue = mmap.mmap(ring, mmap.PAGESIZE)
+    entries = mmap.mmap(ring, 64, offset=0x10000000)
+    address = struct.pack("<H", socket.AF_INET) + struct.pack(">H", int(P["port"]))
+    name = ctypes.create_string_buffer(address + socket.inet_aton("127.0.0.1") + bytes(8))
+    text = ctypes.create_string_buffer(b"Hello")
+    vector = ctypes.create_string_buffer(struct.pack("PN", ctypes.addressof(text), 5))
+    head = struct.pack(
+        "PIxxxxPNPNi", ctypes.addressof(name), 16, ctypes.addressof(vector), 1, 0, 0, 0
+    )
+    message = ctypes.create_string_buffer(head, 64)
+    with socket.socket() as link:
+        where = ctypes.addressof(message)
+        struct.pack_into(
+            "=BBHiQQII", entries, 0, OP_SENDMSG, 0, 0, link.fileno(), 0, where, 1, MSG_FASTOPEN
+        )
+        struct.pack_into("I", queue, array, 0)
+        struct.pack_into("I", queue, tail, 1)
+        called(_libc.syscall(IO_URING_ENTER, ring, 1, 1, 1, None, 8))
+        link.getpeername()
+    return True
+
+
+@trick("a port of the run while nobody has it")
+def _() -> object:
+    with socket.create_server(("127.0.0.1", int(P["free_port"]))):
+        return True
+
+
+@trick("the requests of other processes", root=True)
+def _() -> object:
+    """All requests to the proxy have a key."""
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as heard:
+        heard.bind(("lo", 0))
+        heard.settimeout(5)
+        outside("/" + SECRET.decode())
+        return any(SECRET in heard.recv(4000) for _ in range(20))
+
+
+@trick("packets of its own making", root=True)
+def _() -> object:
+    socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW).close()
+    return True
+
+
+def _has_hosts() -> bool:
+    with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM):
+        return True
+
+
+@trick("a socket to the host of this machine", needs=_has_hosts)
+def _() -> object:
+    return _has_hosts()
+
+
+def _has_keys() -> bool:
+    key = number(_libc.syscall(ADD_KEY, b"user", b"red-team", b"x", 1, USER_KEYRING))
+    called(_libc.syscall(KEYCTL, 9, key, USER_KEYRING))
+    return True
+
+
+@trick("a key that the kernel keeps for the user", needs=_has_keys)
+def _() -> object:
+    key = number(_libc.syscall(KEYCTL, 10, USER_KEYRING, b"user", P["mark"].encode(), 0))
+    value = ctypes.create_string_buffer(100)
+    called(_libc.syscall(KEYCTL, 11, key, value, 100))
+    return SECRET in value.raw
+
+
 @trick("files by their handles", root=True)
 def _() -> object:
     """The kernel opens a file by its inode, whatever is mounted over its path."""
@@ -314,6 +449,51 @@ def _() -> object:
     return False
 
 
+def _has_groups() -> bool:
+    return "\tcgroup2\n" in Path("/proc/filesystems").read_text()
+
+
+@trick("a control group by a mount of its own", root=True, needs=_has_groups)
+def _() -> object:
+    """In user and cgroup namespaces of its own it has the rights to mount. The group is also the
+    trainer's, and the user that owns it is the same."""
+    folder = tempfile.mkdtemp()
+    user, group = os.getuid(), os.getgid()
+    if os.fork() == 0:
+        with contextlib.suppress(OSError):
+            called(_libc.unshare(0x10000000 | 0x02000000 | 0x00020000))
+            for name, text in (
+                ("setgroups", "deny"),
+                ("uid_map", f"0 {user} 1"),
+                ("gid_map", f"0 {group} 1"),
+            ):
+                Path(f"/proc/self/{name}").write_text(text)
+            called(_libc.mount(b"group", folder.encode(), b"cgroup2", 0, None))
+            os._exit(0 if os.access(folder + "/cgroup.procs", os.W_OK) else 1)
+        os._exit(1)
+    return os.wait()[1] == 0
+
+
+@trick("the rights of a device", root=True)
+def _() -> object:
+    os.chmod(os.devnull, os.stat(os.devnull).st_mode & 0o7777)
+    return True
+
+
+@trick("a file of the system that only its owner reads", root=True, needs=lambda: owned_file())
+def _() -> object:
+    return bool(Path(P["owned"]).read_bytes())
+
+
+def owned_file() -> str:
+    """A file with something in it, besides those whose names the wall knows."""
+    from proxy.wall import SECRET as NAMED
+    from proxy.wall import unreadable
+
+    files = (Path(path) for path in unreadable() if not path.startswith(NAMED))
+    return next((str(path) for path in files if path.is_file() and path.stat().st_size), "")
+
+
 @trick("a mount namespace with the machine's mounts", root=True)
 def _() -> object:
     if os.fork() == 0:
@@ -362,6 +542,12 @@ def _() -> object:
         return True
     finally:
         os.unlink(path)
+
+
+@trick("more System V shared memory than the bound", root=True)
+def _() -> object:
+    segment = number(_libc.shmget(0, int(P["shm_bytes"]), 0o1600))
+    return called(_libc.shmctl(segment, 0, None))
 
 
 LEFT: dict[str, Callable[[], object]] = {}
@@ -428,6 +614,16 @@ def _() -> None:
 @left("a sitecustomize in the working directory")
 def _() -> None:
     Path("sitecustomize.py").write_text("import sys\nsys.fooled = True\n")
+
+
+@left("a compiled module of the judge")
+def _() -> None:
+    """Of a module that the judge copies to the working directory. Python is told not to compare
+    it with its source."""
+    path = Path(importlib.util.cache_from_source("helps/helper.py"))
+    path.parent.mkdir(parents=True)
+    code = marshal.dumps(compile("FOOLED = True", "helper.py", "exec"))
+    path.write_bytes(importlib.util.MAGIC_NUMBER + struct.pack("<IQ", 1, 0) + code)
 
 
 @left("a program in the working directory")
@@ -505,7 +701,7 @@ def attempt() -> None:
     P.update(json.loads(os.environ["PLACES"]))
     results: dict[str, object] = {}
     for name, function in TRICKS.items():
-        if name in ROOT_ONLY and os.geteuid() != 0:
+        if name in P["left_out"].split("|"):
             continue
         with _counted(results, name):
             results[name] = bool(function())

@@ -1,5 +1,6 @@
 """A file of settings is read in full, or the fault and its place are reported."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_aliases_without_end_and_deep_nesting_are_faults_of_the_file(
     assert problem in yaml_fault(fault.value)
     with pytest.raises(yaml.YAMLError):
         parse_yaml(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: " + "9" * 5000, "a: 2026-99-99", "a: !!int x", "a: !!float x", "[!!int '']"]
+)
+def test_value_that_is_none_of_its_kind_is_a_fault_of_the_file(text: str) -> None:
+    with pytest.raises(yaml.YAMLError) as fault:
+        parse_yaml(text)
+    assert "can be read" in yaml_fault(fault.value)
+
+
+def test_numbers_are_those_of_people(tmp_path: Path) -> None:
+    text = "a: 1:30\nb: 010\nc: 0x10\nd: -1_000\ne: 1:30.5\nf: .5\ng: -.inf\nh: 2.\ni: 0\n"
+    assert parse_yaml(text) == {
+        "a": "1:30", "b": "010", "c": 16, "d": -1000, "e": "1:30.5", "f": 0.5, "g": -math.inf,
+        "h": 2.0, "i": 0,
+    }  # fmt: skip
 
 
 def test_alias_used_twice_is_no_fault(tmp_path: Path) -> None:

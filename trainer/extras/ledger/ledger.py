@@ -30,6 +30,7 @@ from agent_loop.records import Group, Rollout
 from proxy.run_files.files import read_jsonl
 from trainer.errors import TrainerError
 from trainer.extras.ledger.evidence import Evidence
+from trainer.policy.weight_files import weight_files
 from trainer.run.folder import RunFolder
 
 Line = dict[str, Any]
@@ -220,7 +221,7 @@ def _software() -> dict[str, str]:
 
 
 def _of_model(model: Path) -> dict[str, str]:
-    return {file.name: _of_file(file) for file in sorted(model.glob("*.safetensors"))}
+    return {file.name: _of_file(file) for file in weight_files(model)}
 
 
 def _of_file(path: Path) -> str:

@@ -27,6 +27,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from agent_loop.extras.ray.here import RayHere
 from agent_loop.processes.listening import ListeningPorts
 from proxy.engines.vllm_server import VllmServer, socket_folder
 from trainer.cluster.cluster import ProxyService
@@ -46,7 +47,6 @@ from trainer.extras.ray.actors import (
     started,
     until_end,
 )
-from trainer.extras.ray.here import RayHere
 from trainer.extras.ray.replica import PartActor, RayReplica
 from trainer.extras.ray.worker import RayWorker
 from trainer.extras.relay.config import RelaySection, RelayWorkersConfig

@@ -14,6 +14,8 @@ from typing import Self
 
 import ray
 
+from agent_loop.processes.listening import ListeningPorts
+
 PORTS = (
     "NodeManagerPort",
     "ObjectManagerPort",
@@ -39,6 +41,15 @@ class RayHere:
     `processes`."""
     processes: tuple[int, ...]
     """Ids of the cluster's own processes on this machine; its workers are their descendants."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """What agents must not see of it."""
+        return self.folder, *self.tokens
+
+    def ports_here(self) -> frozenset[int]:
+        """The ports of all nodes, and now those of the workers on this machine."""
+        return self.ports | ListeningPorts(self.processes).now()
 
     @classmethod
     def find(cls) -> Self:
