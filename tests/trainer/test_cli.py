@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -106,6 +107,22 @@ def test_check_prints_what_the_platform_decides_for_the_engines(
     assert main(["--config", str(config), "--check", *words]) == 0
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("# engines: ")]
     assert said == [f"# engines: vLLM {vllm_platform.version()} {expected}"]
+
+
+def test_check_refuses_a_judge_that_would_take_the_gpu_of_the_run(
+    config: Path, tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    gpus = (Gpu("NVIDIA H200", 140 * 2**30),)
+    monkeypatch.setattr(vllm_platform, "installed", lambda: vllm_platform.GPU)
+    for module in (trainer.assembly, trainer.start):
+        monkeypatch.setattr(module, "gpus_here", lambda: gpus)
+    words = ["trainer.device=auto", "model.max_micro_batch_tokens=1024"]
+    words.append(f"remote_agent.judge={{model: {tiny_model}}}")
+    text = failure(capfd, "--config", str(config), "--check", *words)[1]
+    assert "remote_agent.judge.model: its server would take 92% of GPU 0" in text
+    words.append("remote_agent.judge.engine.gpu_memory_share=0.3")
+    assert main(["--config", str(config), "--check", *words]) == 0
+    assert "remote_agent.judge, 30% of the memory" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
