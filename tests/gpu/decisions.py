@@ -85,6 +85,14 @@ def platform() -> Facts:
     }
 
 
+def gpus() -> Facts:
+    """The GPUs that the plan divides, by torch and NVML."""
+    torch: Any = import_module("torch")
+    torch.cuda.device_count = lambda: 1
+    found = import_module("trainer.cluster.device_plan").gpus_here()
+    return {"found": [[each.name, each.memory, each.free] for each in found]}
+
+
 def imports() -> Facts:
     """Module → why it cannot be imported; empty: it can."""
     models: Any = import_module("vllm.models")
@@ -223,6 +231,7 @@ def precision() -> Facts:
 
 QUESTIONS = (
     platform,
+    gpus,
     imports,
     driver,
     plugin,

@@ -97,6 +97,11 @@ def test_vllm_finds_the_card_and_we_choose_its_platform(decided: Mapping[str, An
     assert [found[name] for name in names] == ["cuda", "9.0", "NVIDIA H200", "gpu", "gpu"]
 
 
+def test_plan_divides_what_is_free_on_the_card(decided: Mapping[str, Any]) -> None:
+    """By NVML, because CUDA would need memory of the card to say it."""
+    assert decided["gpus"]["found"] == [["NVIDIA H200", 150120431616, 149000000000]]
+
+
 def test_every_module_that_an_engine_needs_is_installed(decided: Mapping[str, Any]) -> None:
     found = decided["imports"]
     for name in (
