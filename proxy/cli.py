@@ -22,6 +22,7 @@ from proxy.machine.command_line import (
     escape_unknown_characters,
     find_own_modules,
 )
+from proxy.machine.compiled_files import compile_elsewhere
 from proxy.machine.direct_hosts import reach_directly
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the process."""
     escape_unknown_characters()
     reach_directly()
+    compile_elsewhere()
     find_own_modules()
     arguments = _parser().parse_args(argv)
     try:

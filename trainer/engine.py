@@ -182,6 +182,11 @@ def check_platform(
             f"model.compute_dtype={dtype}: vLLM on GPUs has multi-head latent attention, which "
             f"{model.path} needs, in {' or '.join(platform.latent_dtypes)} only; set that"
         )
+    if engine.weight_transfer not in platform.transports:
+        raise ConfigError(
+            f"engine.weight_transfer={engine.weight_transfer}: vLLM on {platform.device.upper()}s "
+            f"receives weights by {' or '.join(platform.transports)} only; set one of these"
+        )
     if gpus is None or gpus == platform.plans_devices:
         return
     if gpus:

@@ -290,12 +290,17 @@ def _placement(parts: Parts) -> Iterator[str]:
         yield from (f"warning: {each}" for each in parts.warnings)
     if whole := whole_trees(config.model, config.trainer.parallelism):
         yield f"warning: {whole}"
-    engine = config.engine
+    engine, model = config.engine, config.model
+    plan = plan_devices(config, gpus_here()) if config.cluster.backend == "local" else None
     if engine.replicas and not engine.urls:
         yield from vllm_platform.installed().describe(
-            engine.served_dtype(config.model), engine.nice, engine.kv_cache_gib
+            engine.served_dtype(model),
+            engine.nice,
+            engine.kv_cache_gib if plan is None else plan.kv_cache_gib,
+            transport="files of adapters" if model.policy else engine.weight_transfer,
+            tolerance=engine.mismatch_tolerance(model),
+            repeatable=config.trainer.deterministic,
         )
-    plan = plan_devices(config, gpus_here()) if config.cluster.backend == "local" else None
     if plan is not None:
         yield from plan.describe()
     if config.relay is not None:

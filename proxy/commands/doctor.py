@@ -28,6 +28,7 @@ from proxy.commands.agent_environment import known_agents
 from proxy.config import ProxyConfig, load_config
 from proxy.engines import vllm_platform
 from proxy.errors import ConfigurationError, StoreError
+from proxy.machine.direct_hosts import proxy_for
 from proxy.machine.port import http_url
 from proxy.machine.secrecy import without_password
 from proxy.settings.hub import model_folder
@@ -224,14 +225,14 @@ async def _engine(url: str) -> Finding:
     timeout = aiohttp.ClientTimeout(total=WAIT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as http,
+            aiohttp.ClientSession(timeout=timeout, proxy=proxy_for(url)) as http,
             http.get(f"{url.rstrip('/')}/health") as answer,
         ):
             if answer.status == 200:
                 return Finding("ok", "engine", without_password(url))
             text = f"{without_password(url)} answers {answer.status} to GET /health"
             return Finding("fault", "engine", text)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+    except (aiohttp.ClientError, ConfigurationError, TimeoutError, ValueError) as error:
         reason = str(error) or type(error).__name__
         return Finding("fault", "engine", f"{without_password(url)} does not answer: {reason}")
 

@@ -87,12 +87,26 @@ class EnginePlatform:
             variables["OMP_NUM_THREADS"] = threads
         return variables | dict(self.exact if dtype == "float32" else {})
 
-    def describe(self, dtype: str, nice: int, kv_cache_gib: int | None) -> Iterator[str]:
-        """Lines about the servers of a run, for people."""
+    def describe(
+        self,
+        dtype: str,
+        nice: int,
+        kv_cache_gib: int | None,
+        *,
+        transport: str,
+        tolerance: float,
+        repeatable: bool = False,
+    ) -> Iterator[str]:
+        """Lines about the servers of a run, for people. `transport`: how weights reach them;
+        `tolerance`: what their log-probabilities may differ by from the trainer's; `repeatable`:
+        whether their sums are always in the same order."""
         how = [f"attention {self.attention[dtype]}"] if dtype in self.attention else []
-        how += self.server_arguments(kv_cache_gib)
-        how += [f"{k}={v}" for k, v in self.server_environment(dtype, kv_cache_gib).items()]
+        how += filter(None, [" ".join(self.server_arguments(kv_cache_gib))])
+        variables = self.server_environment(dtype, kv_cache_gib)
+        variables |= dict(self.repeatable if repeatable else {})
+        how += [f"{k}={v}" for k, v in variables.items()]
         how += [f"nice {nice}"] if self.shares_cores and nice else []
+        how += [f"weights by {transport}", f"mean |Δ log p| at most {tolerance:g}"]
         yield f"engines: vLLM {version()} on {self.device.upper()}, {dtype}, {', '.join(how)}"
 
 

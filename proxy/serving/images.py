@@ -22,8 +22,9 @@ from msgspec import structs
 from proxy.conversation.images import named
 from proxy.conversation.messages import Conversation
 from proxy.engines.protocol import PreparedImage, PromptImages
-from proxy.errors import EngineError, EngineRefusal, ImageError
+from proxy.errors import ConfigurationError, EngineError, EngineRefusal, ImageError
 from proxy.extra_registry import PDF_PAGES
+from proxy.machine.direct_hosts import proxy_for
 from proxy.records import ImageSpan, RecordedImage
 from proxy.rendering.rendering import Rendering
 from proxy.routing.router import Router
@@ -259,7 +260,7 @@ async def _fetched(url: str, shown: str) -> Made | None:
     timeout, data = aiohttp.ClientTimeout(total=FETCH_S), bytearray()
     try:
         async with (
-            aiohttp.ClientSession(trust_env=False) as http,
+            aiohttp.ClientSession(proxy=proxy_for(url)) as http,
             http.get(url, timeout=timeout, allow_redirects=False) as response,
         ):
             if response.status != 200:
@@ -268,7 +269,7 @@ async def _fetched(url: str, shown: str) -> Made | None:
                 data += part
                 if len(data) > MAX_BYTES:
                     return None
-    except (aiohttp.ClientError, TimeoutError, ValueError):
+    except (aiohttp.ClientError, ConfigurationError, TimeoutError, ValueError):
         return None
     image = fetched_image(bytes(data), shown)
     return None if image is None else ([image], "")

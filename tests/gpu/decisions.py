@@ -5,6 +5,7 @@ python -m tests.gpu.decisions FILE
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pkgutil
@@ -36,6 +37,7 @@ MODULES = (
     "vllm.distributed.weight_transfer.factory",
     "vllm.distributed.weight_transfer.nccl_engine",
 )
+"""What vLLM imports late because of our arguments. What our code itself names is collected."""
 VARIANTS: dict[str, Facts] = {
     "plain": {},
     "sleep": {"sleep": True},
@@ -78,17 +80,40 @@ def platform() -> Facts:
         "name": found.get_device_name(),
         "ours": chosen.installed().device,
         "agrees": chosen.require("gpu", found).device,
+        "attention": dict(chosen.installed().attention),
+        "latent": list(chosen.installed().latent_dtypes),
     }
+
+
+def gpus() -> Facts:
+    """The GPUs that the plan divides, by torch and NVML."""
+    torch: Any = import_module("torch")
+    torch.cuda.device_count = lambda: 1
+    found = import_module("trainer.cluster.device_plan").gpus_here()
+    return {"found": [[each.name, each.memory, each.free] for each in found]}
 
 
 def imports() -> Facts:
     """Module → why it cannot be imported; empty: it can."""
     models: Any = import_module("vllm.models")
     ours: Any = import_module("trainer.weight_sync")
-    names = [*MODULES]
+    used = import_module("tests.conformance.uses").collect({"vllm"})
+    names = sorted({*MODULES, *(_module(each.name) for each in used.names)})
     names += [f"vllm.models.{each.name}" for each in pkgutil.iter_modules(models.__path__)]
     names += [f"trainer.weight_sync.{each.name}" for each in pkgutil.iter_modules(ours.__path__)]
     return {name: _imported(name) for name in names}
+
+
+def _module(name: str) -> str:
+    """The module that has a name, or is one. Importing what contains it may fail, which `imports`
+    then says of it."""
+    if not (parent := name.rpartition(".")[0]):
+        return name
+    try:
+        return name if importlib.util.find_spec(name) else _module(parent)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        return _module(parent) if name.startswith(missing) else name
 
 
 def _imported(name: str) -> str:
@@ -114,6 +139,16 @@ def plugin() -> Facts:
     found = {name: engines._registry[name]().__name__ for name in OURS}
     worker: Any = import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
     return {"engines": found, "reports types": hasattr(worker, "held_dtypes")}
+
+
+def environment() -> Facts:
+    """Type → the variables that a server's process gets and this one does not have."""
+    vllm: Any = import_module("tests.gpu.vllm_on_gpu")
+    dense = next(each for each in vllm.TRAINED if each.kind == "qwen3")
+    with tempfile.TemporaryDirectory() as folder:
+        vllm.written(dense, Path(folder))
+        given = {dtype: vllm.started(Path(folder), dtype)[1] for dtype in ("float32", "bfloat16")}
+    return {dtype: dict(given[dtype].items() - os.environ.items()) for dtype in given}
 
 
 def architectures() -> Facts:
@@ -183,10 +218,9 @@ def _variant(path: Path, settings: Facts) -> Facts:
 def precision() -> Facts:
     """How float32 is multiplied in the environment of our servers, and without it."""
     product: Any = import_module("tests.gpu.product")
-    server: Any = import_module("proxy.engines.vllm_server")
     attention: Any = import_module("vllm.v1.attention.ops.triton_unified_attention")
     usual = product.multiplies_in_tf32()
-    os.environ.update(server.asked_environment(server.VllmConfig(), "float32"))
+    os.environ.update(environment()["float32"])
     return {
         "usual tf32": usual,
         "ours tf32": product.multiplies_in_tf32(),
@@ -195,7 +229,17 @@ def precision() -> Facts:
     }
 
 
-QUESTIONS = (platform, imports, driver, plugin, architectures, variants, precision)
+QUESTIONS = (
+    platform,
+    gpus,
+    imports,
+    driver,
+    plugin,
+    environment,
+    architectures,
+    variants,
+    precision,
+)
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

@@ -1,9 +1,9 @@
-/* libnvidia-ml.so.1 of a machine with one H200, as far as vLLM asks it. Not `nvmlInit`, by which torch
+/* libnvidia-ml.so.1 of a machine with one H200, as far as vLLM and our plan ask it. Not `nvmlInit`, by which torch
  * asks: torch uses the driver, whose stub has no device. */
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUCCESS = 0, NOT_SUPPORTED = 3 };
+enum { SUCCESS = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6 };
 typedef struct { unsigned long long total, free, used; } memory;
 
 int nvmlInitWithFlags(unsigned flags) { return SUCCESS; }
@@ -11,6 +11,11 @@ int nvmlShutdown(void) { return SUCCESS; }
 const char *nvmlErrorString(int code) { return "not supported by the stub"; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return SUCCESS; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
+  *device = (void *)1;
+  return SUCCESS;
+}
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+  if (strcmp(uuid, "GPU-00000000-0000-0000-0000-000000000000")) return NOT_FOUND;
   *device = (void *)1;
   return SUCCESS;
 }

@@ -12,7 +12,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-UUID = "GPU-00000000-0000-0000-0000-000000000000"
+UUID = "00000000-0000-0000-0000-000000000000"
+"""As torch writes it, without NVML's prefix `GPU-`."""
 H200 = SimpleNamespace(
     name="NVIDIA H200",
     uuid=UUID,

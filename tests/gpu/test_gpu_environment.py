@@ -2,6 +2,9 @@
 
 The environment is what `make setup EXTRA=gpu` installs; the driver is a stand-in that reports one
 H200 (`driver.py`). What only a card can show is in `benchmarks.gpu`.
+
+These tests import nothing of the product, so that they also judge earlier commits
+(docs/notes/gpus.md).
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from proxy.engines.vllm_platform import GPU
 from tests.needs import skip_or_fail
 from tests.trainer.policy.architectures import ARCHITECTURES
 from tests.trainer.policy.representatives import chosen, representatives
@@ -91,19 +93,25 @@ def updated(
 
 
 def test_vllm_finds_the_card_and_we_choose_its_platform(decided: Mapping[str, Any]) -> None:
-    assert decided["platform"] == {
-        "device": "cuda",
-        "capability": "9.0",
-        "name": "NVIDIA H200",
-        "ours": "gpu",
-        "agrees": "gpu",
-    }
+    found = decided["platform"]
+    names = ("device", "capability", "name", "ours", "agrees")
+    assert [found[name] for name in names] == ["cuda", "9.0", "NVIDIA H200", "gpu", "gpu"]
+
+
+def test_plan_divides_what_is_free_on_the_card(decided: Mapping[str, Any]) -> None:
+    """By NVML, because CUDA would need memory of the card to say it."""
+    assert decided["gpus"]["found"] == [["NVIDIA H200", 150120431616, 149000000000]]
 
 
 def test_every_module_that_an_engine_needs_is_installed(decided: Mapping[str, Any]) -> None:
     found = decided["imports"]
-    assert "vllm.models.minimax_m3" in found
-    assert "trainer.weight_sync.vllm_engine" in found
+    for name in (
+        "vllm.models.minimax_m3",
+        "trainer.weight_sync.vllm_engine",
+        "vllm.v1.attention.backends.triton_attn",  # by our arguments
+        "vllm.distributed.weight_transfer.base",  # named by our code
+    ):
+        assert name in found
     assert {name: why for name, why in found.items() if why} == {}
 
 
@@ -117,6 +125,19 @@ def test_plug_in_registers_in_a_vllm_for_gpus(decided: Mapping[str, Any]) -> Non
     assert engines["shm"] == "SharedMemoryEngine"
     assert engines["gloo"] == "GlooEngine"
     assert decided["plugin"]["reports types"]
+
+
+OF_CPUS = {"TORCH_COMPILE_DISABLE", "VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING"}
+EXACT = {"NVIDIA_TF32_OVERRIDE", "TRITON_F32_DEFAULT", "VLLM_FLOAT32_MATMUL_PRECISION"}
+
+
+def test_process_of_a_server_gets_the_variables_of_its_platform(
+    decided: Mapping[str, Any],
+) -> None:
+    """Where it begins, whatever decides them."""
+    found = decided["environment"]
+    for dtype, wanted in (("float32", EXACT), ("bfloat16", set())):
+        assert found[dtype].keys() & (OF_CPUS | EXACT) == wanted
 
 
 @pytest.mark.parametrize("title", TITLES)
@@ -145,12 +166,13 @@ def test_attention_is_computed_by_the_backend_that_is_printed(
     decided: Mapping[str, Any], dtype: str
 ) -> None:
     found = {title: each["attention"][dtype] for title, each in decided["architectures"].items()}
-    others = {title: name for title, name in found.items() if name != GPU.attention[dtype]}
+    ours = decided["platform"]
+    others = {title: name for title, name in found.items() if name != ours["attention"][dtype]}
     latent = others.pop("DeepSeek-V3")
     assert others == {}
     if dtype == "float32":
         assert latent.startswith("ValueError: No valid attention backend found")
-        assert "float32" not in GPU.latent_dtypes  # so `--check` refuses it
+        assert "float32" not in ours["latent"]  # so `--check` refuses it
     else:
         assert latent.endswith("MLA")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -70,12 +72,37 @@ def _saved_buffers(model: Any) -> list[torch.Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name in saved]
 
 
-def arguments(model: Path, dtype: str, **settings: Any) -> list[str]:
-    """What a run starts a server with, without the launcher and the server's address."""
+class _NotStarted(Exception):
+    """In place of a server's process."""
+
+
+def started(model: Path, dtype: str, **settings: Any) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment of the process that a run starts as a server. They are
+    taken where the process would begin, not where they are decided."""
     given = {"max_context_tokens": 256, "max_sequences": 4, "weight_transfer": "shm", **settings}
     given["args"] = (*given.get("args", ()), "--skip-tokenizer-init")
     config = VllmConfig.model_validate(given)
-    command = VllmServer(config, model, log=model / "log", dtype=dtype).command(9)
+    taken: list[tuple[list[str], dict[str, str]]] = []
+
+    async def begin(*words: str, env: dict[str, str], **_more: Any) -> None:
+        taken.append(([*words], dict(env)))
+        raise _NotStarted
+
+    async def start() -> None:
+        server = VllmServer(config, model, log=model / "log", dtype=dtype)
+        try:
+            await server.start()
+        except _NotStarted:
+            await server.stop()
+
+    with patch.object(asyncio, "create_subprocess_exec", begin):
+        asyncio.run(start())
+    return taken[0]
+
+
+def arguments(model: Path, dtype: str, **settings: Any) -> list[str]:
+    """What a run starts a server with, without the launcher and the server's address."""
+    command, _ = started(model, dtype, **settings)
     return command[command.index("--model") :]
 
 

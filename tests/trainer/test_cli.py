@@ -10,11 +10,16 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+import trainer.assembly
+import trainer.start
+from proxy.engines import vllm_platform
 from trainer.cli import main
+from trainer.cluster.device_plan import Gpu
 from trainer.commands.arguments import COMMANDS
 
 
@@ -54,6 +59,70 @@ def test_check_prints_the_resolved_configuration(
     short = yaml.safe_load(capfd.readouterr().out)
     assert short["rollout"]["group_size"] == 3
     assert "optimizer" not in short
+
+
+@pytest.mark.parametrize(
+    ("platform", "words", "expected"),
+    [
+        (
+            vllm_platform.CPU,
+            (),
+            "on CPU, float32, attention CPU_ATTN, --enforce-eager, AGENTIC_ENGINE_DEVICE=cpu, "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0, TORCH_COMPILE_DISABLE=1, VLLM_CPU_KVCACHE_SPACE=1, "
+            "OMP_NUM_THREADS=1, nice 10, weights by shm, mean |Δ log p| at most 0.001",
+        ),
+        (
+            vllm_platform.GPU,
+            ("rollout.concurrency=8",),
+            "on GPU, float32, attention TRITON_ATTN, --kv-cache-memory-bytes 1073741824, "
+            "AGENTIC_ENGINE_DEVICE=gpu, TRITON_F32_DEFAULT=ieee, "
+            "VLLM_FLOAT32_MATMUL_PRECISION=highest, NVIDIA_TF32_OVERRIDE=0, weights by shm, "
+            "mean |Δ log p| at most 0.001",
+        ),
+        (
+            vllm_platform.GPU,
+            ("model.compute_dtype=bfloat16", "engine.kv_cache_gib=2", "trainer.deterministic=true"),
+            "on GPU, bfloat16, attention FLASH_ATTN, --kv-cache-memory-bytes 2147483648, "
+            "AGENTIC_ENGINE_DEVICE=gpu, VLLM_BATCH_INVARIANT=1, weights by shm, "
+            "mean |Δ log p| at most 0.06",
+        ),
+    ],
+    ids=["CPU", "GPU", "GPU in bfloat16, deterministic"],
+)
+def test_check_prints_what_the_platform_decides_for_the_engines(
+    config: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    platform: vllm_platform.EnginePlatform,
+    words: tuple[str, ...],
+    expected: str,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(vllm_platform, "installed", lambda: platform)
+    if platform is vllm_platform.GPU:
+        words = (*words, "trainer.device=auto", "model.max_micro_batch_tokens=1024")
+        gpus = (Gpu("NVIDIA H200", 140 * 2**30),)
+        for module in (trainer.assembly, trainer.start):
+            monkeypatch.setattr(module, "gpus_here", lambda: gpus)
+    assert main(["--config", str(config), "--check", *words]) == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("# engines: ")]
+    assert said == [f"# engines: vLLM {vllm_platform.version()} {expected}"]
+
+
+def test_check_refuses_a_judge_that_would_take_the_gpu_of_the_run(
+    config: Path, tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    gpus = (Gpu("NVIDIA H200", 140 * 2**30),)
+    monkeypatch.setattr(vllm_platform, "installed", lambda: vllm_platform.GPU)
+    for module in (trainer.assembly, trainer.start):
+        monkeypatch.setattr(module, "gpus_here", lambda: gpus)
+    words = ["trainer.device=auto", "model.max_micro_batch_tokens=1024"]
+    words.append(f"remote_agent.judge={{model: {tiny_model}}}")
+    text = failure(capfd, "--config", str(config), "--check", *words)[1]
+    assert "remote_agent.judge.model: its server would take 92% of GPU 0" in text
+    words.append("remote_agent.judge.engine.gpu_memory_share=0.3")
+    assert main(["--config", str(config), "--check", *words]) == 0
+    assert "remote_agent.judge, 30% of the memory" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -275,7 +344,10 @@ SPANS = (
         (["trainer.device=mps"], "trainer.device=mps: not a device"),
         (["trainer.device=cpu:3"], "trainer.device=cpu:3: not a device"),
         (["trainer.device=meta"], "trainer.device=meta: not a device"),
-        (["engine.weight_transfer=nccl"], "weight_transfer=nccl: the trainer uses no GPU"),
+        (
+            ["engine.weight_transfer=nccl"],
+            "weight_transfer=nccl: vLLM on CPUs receives",
+        ),
         (["engine.sleep=true"], "engine.sleep: the engines use no GPU here"),
         (["engine.args=[-dp, '2']"], "--data-parallel-size 2: an engine gets weights only if"),
         (["cluster.address=ray-head:6379"], "cluster.address=ray-head:6379: the run would not use"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import Qwen3Config
 
 from agent_loop.endpoint_loop import Endpoint
 from agent_loop.producers.trial_list import read_lines
@@ -26,6 +27,8 @@ from proxy.store.protocol import SessionFilter
 from proxy.testing.scripted_engine import ScriptedEngine, text_script
 from tests.proxy.conftest import checkpoint, rendering, start_proxy
 from tests.proxy.hosted_model import hosted_model
+from trainer.cluster.device_plan import Gpu, RankTooLargeError, plan_devices
+from trainer.cluster.local_engine import LocalReplica
 from trainer.commands.compare import main as compare
 from trainer.commands.sample_trials import TrialRun, open_folder, run_trials, trial_parts
 from trainer.errors import ConfigError
@@ -116,6 +119,38 @@ def test_several_policies_are_refused_and_one_adapter_is_left_out(
     assert not (tmp_path / "out").exists()
     one = TrialRun(load([Path(path)], [adapter]), tmp_path / "out", "val", 1, SessionKind.EVAL)
     assert trial_parts(one).config.model.policy == ""
+
+
+class _NoEngine(Exception):
+    """In place of the start of an engine."""
+
+
+def test_trials_are_planned_without_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU that has no room for a rank."""
+    model = tmp_path / "model"
+    settings = Qwen3Config(hidden_size=64, num_hidden_layers=2, vocab_size=256, head_dim=16)
+    settings.save_pretrained(model)
+    path = write_config(tmp_path, model, "http://127.0.0.1:1")
+    words = ["engine.urls=[]", "engine.max_context_tokens=4096", "model.lora={rank: 2}"]
+    config = load([Path(path)], [*words, "model.max_micro_batch_tokens=1000000"])
+    gpus = (Gpu("made-up", 5 * 2**30),)
+    with pytest.raises(RankTooLargeError):
+        plan_devices(config, gpus)
+
+    async def start(_: LocalReplica) -> None:
+        raise _NoEngine
+
+    monkeypatch.setattr("trainer.cluster.local.gpus_here", lambda: gpus)
+    monkeypatch.setattr(LocalReplica, "start", start)
+    run = TrialRun(config, tmp_path / "out", "val", 1, SessionKind.EVAL)
+    with pytest.raises(_NoEngine):
+        run_trials(run)
+    (line,) = capfd.readouterr().out.splitlines()
+    assert line.startswith("GPU 0 (made-up, 5.0 GiB): engine 0, ")
+    assert "rank" not in line
+    assert "adapters" not in line
 
 
 def test_folder_without_a_trial_takes_another_configuration(

@@ -37,6 +37,7 @@ from agent_loop.records import (
 )
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.outcome import Attempt, build_rollout, failed_rollout
+from proxy.machine.direct_hosts import proxy_for
 from proxy.records import Reward
 from proxy.records.binary import decode_record
 
@@ -169,7 +170,9 @@ class SwarmProducer:
     async def _request(self, method: str, path: str, body: Any = None) -> bytes:
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=3 * POLL_S)
-            self._http = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+            self._http = aiohttp.ClientSession(
+                headers=self._headers, timeout=timeout, proxy=proxy_for(self._url)
+            )
         data, headers = None, {}
         if body is not None:
             data, headers = orjson.dumps(body), {"Content-Type": "application/json"}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from transformers import CONFIG_MAPPING
 
 from proxy.engines.vllm_platform import CPU, GPU, EnginePlatform
-from trainer.engine import EnginesConfig, check_platform
+from trainer.engine import Backend, EnginesConfig, check_platform
 from trainer.errors import ConfigError
 from trainer.policy.model_config import ModelConfig
 
@@ -112,3 +113,18 @@ def test_build_of_vllm_for_another_machine_is_refused(
     check_platform(EnginesConfig(), model, platform, gpus=not gpus)
     with pytest.raises(ConfigError, match=words):
         check_platform(EnginesConfig(), model, platform, gpus=gpus)
+
+
+@pytest.mark.parametrize("platform", [CPU, GPU])
+def test_transport_that_the_platform_does_not_have_is_refused(
+    tmp_path: Path, platform: EnginePlatform
+) -> None:
+    model = ModelConfig(path=written("qwen3", tmp_path), compute_dtype="bfloat16")
+    assert EnginesConfig().weight_transfer == platform.transports[0]
+    for transport in get_args(Backend):
+        engine = EnginesConfig(weight_transfer=transport)
+        if transport in platform.transports:
+            check_platform(engine, model, platform, gpus=None)
+            continue
+        with pytest.raises(ConfigError, match="weight_transfer=nccl: vLLM on CPUs receives"):
+            check_platform(engine, model, platform, gpus=None)
