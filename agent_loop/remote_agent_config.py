@@ -12,7 +12,6 @@ from agent_loop.trial.config import TrialConfig
 from harbor_sdk.sandbox import SandboxError, require_privilege
 from proxy import wall
 from proxy.errors import ConfigurationError
-from proxy.machine.wall_parts import PARTS, lacking
 
 ANSWER_FIELDS = frozenset({"answer", "answers", "solution", "ground_truth"})
 """Usual dataset names of the fields that only a verifier is meant to see."""
@@ -73,7 +72,7 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
                 "warning: remote_agent.sandbox=off: agents can read and change this run's files, "
                 "its keys and the verifier, and what they leave runs in the verifier"
             )
-        parts = ", ".join(f"{name} ({why})" for name, why in lacking().items())
+        parts = ", ".join(f"{name} ({why})" for name, why in wall.lacking().items())
         return f"warning: remote_agent.sandbox={self.sandbox}: not held: {parts}" if parts else None
 
     def check_sandbox(self) -> None:
@@ -107,8 +106,8 @@ class RemoteAgentConfig(TrialConfig, RewardsConfig, AgentConfig):
                 "or set remote_agent.sandbox=off, with which no line of docs/wall.md holds: agents "
                 "can read and change this run's files"
             )
-        if (parts := lacking(self.accepted)) and self._is_local:
-            said = "; ".join(f"{PARTS[name]} ({why})" for name, why in parts.items())
+        if (parts := wall.lacking(self.accepted)) and self._is_local:
+            said = "; ".join(f"{wall.PARTS[name]} ({why})" for name, why in parts.items())
             words = f"{self.sandbox_kind} without {', '.join(sorted({*parts, *self.accepted}))}"
             raise ConfigurationError(
                 f"remote_agent.sandbox={self.sandbox}: this machine does not hold all of "

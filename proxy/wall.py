@@ -32,10 +32,18 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
+
+PARTS = {
+    "ports": "agents can connect to the ports of this run's processes (Ray, torch, engines)",
+    "processes": "a fork bomb meets no bound",
+    "sockets": "agents can connect to abstract sockets of other processes",
+}
+"""What a kernel may not be able to hold, by the names under which a run accepts that it is not, and
+what this means."""
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
@@ -114,7 +122,7 @@ class Wall:
     strict: bool = False
     """Whether the files are a private copy of the machine's, which the agent can change."""
     accepted: frozenset[str] = frozenset()
-    """The parts that a machine need not hold (`machine/wall_parts.py`)."""
+    """The PARTS that the machine need not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +175,18 @@ def unreadable() -> tuple[str, ...]:
                     is_open = mode & stat.S_IROTH and mode & stat.S_IXOTH
                     (pending if is_open else found).append(entry.path)
     return tuple(sorted(found))
+
+
+def lacking(accepted: Collection[str] = ()) -> dict[str, str]:
+    """The PARTS that this machine does not hold, besides those accepted, with the reasons."""
+    from proxy.machine import landlock, seccomp  # not where this file is loaded alone
+
+    found = {
+        "ports": landlock.missing() or seccomp.missing(),
+        "processes": missing_processes(),
+        "sockets": landlock.missing_scopes() or seccomp.missing(),
+    }
+    return {name: why for name, why in found.items() if why is not None and name not in accepted}
 
 
 def missing_processes() -> str | None:

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from proxy.run_files.files import replace_file
 from proxy.settings.late_section import load_extra
 from trainer.errors import CheckpointError
-from trainer.policy.weight_files import weight_files
+from trainer.policy.checkpoint_type import weight_files
 from trainer.run.folder import RunFolder
 from trainer.weight_sync.segment import Named
 

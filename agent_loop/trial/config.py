@@ -19,12 +19,11 @@ from agent_loop.processes.readable import declared, repository
 from agent_loop.trial.credit import CreditConfig
 from agent_loop.trial.salvage import SalvageConfig
 from proxy.engines.protocol import COLDEST
-from proxy.machine.wall_parts import PARTS
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.settings.reaching import Patience
 from proxy.settings.recorded import RecordedConfig
 from proxy.settings.section import Common, Section
-from proxy.wall import SYSTEM, Wall, unreadable
+from proxy.wall import PARTS, SYSTEM, Wall, unreadable
 
 _SANDBOX = rf"^(off|(light|strict)( without ({'|'.join(PARTS)})(, ({'|'.join(PARTS)}))*)?)$"
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.errors import ConfigError
-from trainer.policy.weight_files import weight_files
+from trainer.policy.checkpoint_type import weight_files
 
 _PREFIX = "base_model.model."
 """PEFT's prefix of every module name."""

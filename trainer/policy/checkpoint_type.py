@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.policy.weight_files import weight_files
-
 ComputeDtype = Literal["float32", "bfloat16"]
 WIDE = frozenset({"float32", "float64", "F32", "F64"})
 NOT_FLOATING = frozenset({"BOOL", "I16", "I32", "I64", "U16", "U32", "U64"})
@@ -22,6 +20,20 @@ HELD = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", 
 """Types, as safetensors names them, of weights that are trained, and of buffers."""
 HEADER_BYTES = 100 * 2**20
 """The longest header that safetensors itself reads."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers and vLLM load: `model.safetensors`, or those that the
+    index names. Others, such as Mistral's `consolidated.safetensors`, hold the same weights under
+    other names. Without either, all; none if there is no such file."""
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        named = sorted(set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # reported when it is loaded
+        return sorted(folder.glob("*.safetensors"))
+    return [file for name in named if (file := folder / name).is_file()]
 
 
 def checkpoint_type(path: Path) -> ComputeDtype:

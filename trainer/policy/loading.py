@@ -29,8 +29,8 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from trainer.errors import ConfigError
+from trainer.policy.checkpoint_type import weight_files
 from trainer.policy.towers import drop_tower, has_causal_class
-from trainer.policy.weight_files import weight_files
 
 Place = Callable[[nn.Module], None]
 """Shards a layer in place, so that this process keeps only its part of the layer's weights."""

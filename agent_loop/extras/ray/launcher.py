@@ -39,7 +39,6 @@ from agent_loop.records import AgentResult, Trial
 from proxy import wall
 from proxy.errors import ConfigurationError
 from proxy.machine import landlock
-from proxy.machine.wall_parts import PARTS, lacking
 from proxy.settings.reaching import ClusterAgents, RayResources
 from proxy.wall import Wall
 
@@ -288,8 +287,8 @@ def _wall_of_node(wanted: Wall, base_url: str) -> Wall:
             f"ray: node {name} cannot put agents behind a wall ({reason}); allow namespaces there, "
             "or set remote_agent.sandbox=off"
         )
-    if parts := lacking(wanted.accepted):
-        said = "; ".join(f"{PARTS[part]} ({why})" for part, why in parts.items())
+    if parts := wall.lacking(wanted.accepted):
+        said = "; ".join(f"{wall.PARTS[part]} ({why})" for part, why in parts.items())
         words = f"light without {', '.join(sorted({*parts, *wanted.accepted}))}"
         raise LaunchError(
             f"ray: node {name} does not hold all of docs/wall.md: {said}; use a newer kernel there,"

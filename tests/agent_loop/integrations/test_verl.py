@@ -27,6 +27,7 @@ with warnings.catch_warnings():
         skip_or_fail(
             "verl is not installed: python -m benchmarks.install reference", at_import=True
         )
+    import ray
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
     from verl.experimental.agent_loop import AgentLoopWorker
@@ -274,7 +275,7 @@ def test_agents_of_a_worker_do_not_reach_ray(
     """As in `agentic-train`, a machine that cannot hold that is refused unless it is accepted."""
     found = RayHere(Path("/tmp/ray"), (Path("/home/me/.ray"),), frozenset({6379}), ())
     monkeypatch.setattr(RayHere, "find", lambda: found)
-    monkeypatch.setattr(verl_loop.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(landlock, "missing", lambda: None)
     config = verl_loop.VerlConfig.model_validate(settings(tmp_path))
     loop = Recorder(config, None, model).loop(None, VerlSampling())  # type: ignore[arg-type]

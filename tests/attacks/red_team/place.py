@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agent_loop.records import Rollout, Task
 from agent_loop.remote_agent_config import RemoteAgentConfig
@@ -207,7 +208,7 @@ async def play(proxy: RunningProxy, at: Place, launcher: str, sandbox: str) -> P
         },
         "template": str(at.project / "template"),
     }
-    agents = {
+    agents: dict[str, dict[str, Any]] = {
         "command": {"argv": [sys.executable, "-I", "-S", str(HERE / "tricks.py")], **settings},
         "python": {"target": f"{HERE}/tricks.py:run", **settings},
     }

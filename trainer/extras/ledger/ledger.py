@@ -30,7 +30,7 @@ from agent_loop.records import Group, Rollout
 from proxy.run_files.files import read_jsonl
 from trainer.errors import TrainerError
 from trainer.extras.ledger.evidence import Evidence
-from trainer.policy.weight_files import weight_files
+from trainer.policy.checkpoint_type import weight_files
 from trainer.run.folder import RunFolder
 
 Line = dict[str, Any]
