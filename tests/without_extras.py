@@ -5,9 +5,9 @@ proxy's registry are deleted, every module of the core is imported, and the quic
 configuration is checked.
 
 With `--run`, also the fast tests of the core's rooms are run, each file once, where all extras are
-deleted but those that the file reaches by imports: what passes there passes where any one of them
-is deleted. As many tests are collected as in the whole repository, and no other ones are skipped.
-Exits with 1 if something fails.
+deleted but those that the file names (`proxy.extras.rules`) or reaches by imports: what passes
+there passes where any one of them is deleted. As many tests are collected as in the whole
+repository, and no other ones are skipped. Exits with 1 if something fails.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ sys.exit(main(["--config", "agentic_trainer.yaml", "--check"]))
 """
 NOT_IMPORTED = ("proxy.__main__", "proxy.testing", "proxy.engines.vllm_launch", "harbor_sdk")
 """Programs, test tools that speak every extra's wire, and what needs another environment."""
+OWN = Path(__file__)
 REGISTRY = "proxy/extra_registry.py"
-NO_TESTS = 5
-"""Pytest's exit code where no test is fast."""
+FAILURES, NO_TESTS = 1, 5
+"""Pytest's exit codes where tests fail, and where no test is fast."""
 TAIL_CHARS = 2000
+EVERY = "every extra"
+"""In a test's file: it is about what all of them have, such as the page of all keys."""
 FAST = "not programs and not slow and not long"
 
 
@@ -62,10 +65,10 @@ def reaching(extra: str) -> set[str]:
         for path in (ROOT / "tests").rglob("*.py")
     }
     dotted = extra.replace("/", ".")
-    text = {name: path.read_text("utf-8") for name, path in files.items()}
-    touched = {name for name in files if dotted in text[name]}
+    text = {name: path.read_text("utf-8") for name, path in files.items() if path != OWN}
+    touched = {name for name in text if dotted in text[name] or EVERY in text[name]}
     while more := {
-        name for name in files.keys() - touched if any(each in text[name] for each in touched)
+        name for name in text.keys() - touched if any(each in text[name] for each in touched)
     }:
         touched |= more
     return {str(files[name].relative_to(ROOT)) for name in touched}
@@ -167,6 +170,8 @@ def passes(reached: frozenset[str], tests: list[str]) -> str:
         made = _run(here, tests)
     if isinstance(made, str):
         return made
+    if failed := sorted(case for case, what in made.items() if what == "failed"):
+        return f"failed: {', '.join(failed)}"
     skipped = {case for case, what in made.items() if what == "skipped"}
     whole = _run(ROOT, tests, "--collect-only")
     if skipped:
@@ -181,16 +186,16 @@ def passes(reached: frozenset[str], tests: list[str]) -> str:
 
 
 def _run(place: Path, tests: list[str], *more: str) -> dict[str, str] | str:
-    """Each test's name and what became of it; or what pytest says at the end if one fails."""
+    """Each test's name and what became of it; or the end of what pytest says if it breaks off."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        command = [sys.executable, "-m", "pytest", "-x", "-m", FAST, f"--junitxml={report.name}"]
+        command = [sys.executable, "-m", "pytest", "-m", FAST, f"--junitxml={report.name}"]
         environment = {**os.environ, "PYTHONPATH": str(place)}
         done = subprocess.run(
             [*command, *more, *tests], cwd=place, env=environment, capture_output=True, text=True
         )
         if done.returncode == NO_TESTS:
             return {}
-        if done.returncode:
+        if done.returncode > FAILURES:
             return (done.stdout + done.stderr)[-TAIL_CHARS:]
         if more:  # only collected
             return {line: "" for line in done.stdout.splitlines() if "::" in line}
@@ -206,6 +211,8 @@ def _name(case: ElementTree.Element) -> str:
 
 
 def _outcome(case: ElementTree.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
     return "skipped" if case.find("skipped") is not None else "passed"
 
 

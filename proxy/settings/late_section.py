@@ -33,6 +33,8 @@ class LateSection:
 
     path: str
     """`module:Class` of the section, or of another type that pydantic knows."""
+    is_list: bool = False
+    """Whether an empty list names nothing."""
 
     @property
     def kind(self) -> Any:
@@ -40,11 +42,13 @@ class LateSection:
         return load_extra(self.path)
 
     def parse(self, value: Any) -> Any:
-        """What a value of a configuration describes; None for None.
+        """What a value of a configuration describes; None for None, and an empty list for one.
 
         Raises ValueError (pydantic's ValidationError for keys that the section refuses).
         """
-        return None if value is None else TypeAdapter(self.kind).validate_python(value)
+        if value is None or (self.is_list and value == []):
+            return value
+        return TypeAdapter(self.kind).validate_python(value)
 
     def __get_pydantic_core_schema__(
         self, _source: Any, _handler: GetCoreSchemaHandler

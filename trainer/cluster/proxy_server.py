@@ -60,8 +60,8 @@ class ProxyServerConfig(RecordingConfig, RenderingConfig, StartTimeout, Listenin
     (`engine.publish`); the run does not restart them."""
     llm_proxy_ip: Common[str | None] = None
     """Address at which agents on other machines reach the proxy; None: `host`."""
-    rules: Annotated[Sequence[Any], LateSection("proxy.extras.rules.rules:Rules")] = Field(
-        default_factory=list
+    rules: Annotated[Sequence[Any], LateSection("proxy.extras.rules.rules:Rules", is_list=True)] = (
+        Field(default_factory=list)
     )
     """Searches that the started proxy makes in every recorded turn. They mark its session, and may
     end the trial or set its reward to 0 (docs/view.md)."""

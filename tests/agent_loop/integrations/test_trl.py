@@ -1,4 +1,5 @@
-"""TRL's own trainer takes its rollouts from our proxy; only the sampling engine is scripted."""
+"""TRL's own trainer takes its rollouts from our proxy; only the sampling engine is scripted.
+A rule of `proxy.extras.rules` is one of its rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands' options, messages and import time."""
+"""The commands' options, messages and import time, those of every extra, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every key of the configuration is documented and used, and the page of keys is up to date."""
+"""Every key of the configuration is documented and used, and the page of keys is up to date, those
+of every extra, too."""
 
 from __future__ import annotations
 
