@@ -511,7 +511,7 @@ def _() -> object:
 def _() -> object:
     if os.fork() == 0:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, -5)
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) - 5)
             os._exit(0)
         os._exit(1)
     return os.wait()[1] == 0
