@@ -48,7 +48,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Each process of a test would then compile all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train train-claude-code train-codex train-swe-agent train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent agents-census red-team check format docs starter dist images locks sbom clean
+.PHONY: help setup train train-claude-code train-codex train-swe-agent train-mini train-harbor train-pretrained serve agents agents-long harbor test test-fast test-long test-python test-swe-agent agents-census red-team conformance check format docs starter dist images locks sbom clean
 
 help: ## print the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 20
@@ -235,6 +235,10 @@ $(AGENTS)/swe-agent/.ready: $(VENV)/.ready
 
 test-swe-agent: $(AGENTS)/swe-agent/.ready
 	$(BIN)/python -m pytest tests/e2e/agents/swe_agent.py $(ARGS)
+
+# Names, flags and defaults of other packages that our code uses, in their pinned and newest versions.
+conformance: setup
+	$(BIN)/python -m tests.conformance $(ARGS)
 
 check: setup ## ruff, formatting, strict types of Python and of the page
 	$(BIN)/ruff check .

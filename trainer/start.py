@@ -30,7 +30,7 @@ from trainer.assembly import TaskParts, assemble
 from trainer.checkpoint import Checkpoints, Mirror, MirroredCheckpoint, Saved, open_mirror
 from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.device_plan import PLANNED, fitted, gpus_here, plan_devices
-from trainer.cluster.ranks import check_seat, torchrun_seat
+from trainer.cluster.ranks import check_seat, starts_engines_early, torchrun_seat
 from trainer.config import TrainerConfig
 from trainer.errors import CheckpointError, ConfigError
 from trainer.mains.registry import Parts, follow_rank_0, main_of
@@ -291,6 +291,9 @@ def _placement(parts: Parts) -> Iterator[str]:
     if whole := whole_trees(config.model, config.trainer.parallelism):
         yield f"warning: {whole}"
     engine, model = config.engine, config.model
+    started = engine.replicas and not engine.urls and config.cluster.backend == "local"
+    if started and engine.tensor_parallel > 1 and (little := vllm_platform.little_shared_memory()):
+        yield f"warning: {little}"
     plan = plan_devices(config, gpus_here()) if config.cluster.backend == "local" else None
     if engine.replicas and not engine.urls:
         yield from vllm_platform.installed().describe(
@@ -300,6 +303,7 @@ def _placement(parts: Parts) -> Iterator[str]:
             transport="files of adapters" if model.policy else engine.weight_transfer,
             tolerance=engine.mismatch_tolerance(model),
             repeatable=config.trainer.deterministic,
+            early=config.cluster.backend == "local" and starts_engines_early(config.trainer),
         )
     if plan is not None:
         yield from plan.describe()

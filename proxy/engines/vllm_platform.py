@@ -96,16 +96,19 @@ class EnginePlatform:
         transport: str,
         tolerance: float,
         repeatable: bool = False,
+        early: bool = False,
     ) -> Iterator[str]:
         """Lines about the servers of a run, for people. `transport`: how weights reach them;
         `tolerance`: what their log-probabilities may differ by from the trainer's; `repeatable`:
-        whether their sums are always in the same order."""
+        whether their sums are always in the same order; `early`: whether they start while the
+        trainer loads its models."""
         how = [f"attention {self.attention[dtype]}"] if dtype in self.attention else []
         how += filter(None, [" ".join(self.server_arguments(kv_cache_gib))])
         variables = self.server_environment(dtype, kv_cache_gib)
         variables |= dict(self.repeatable if repeatable else {})
         how += [f"{k}={v}" for k, v in variables.items()]
         how += [f"nice {nice}"] if self.shares_cores and nice else []
+        how += ["start beside the trainer's models"] if early else []
         how += [f"weights by {transport}", f"mean |Δ log p| at most {tolerance:g}"]
         yield f"engines: vLLM {version()} on {self.device.upper()}, {dtype}, {', '.join(how)}"
 
@@ -151,6 +154,8 @@ GPU = EnginePlatform(
 )
 
 
+SHARED_BYTES = 2**30
+"""Of /dev/shm for a server on several GPUs. Containers get 64 MiB, in which NCCL does not start."""
 SUPPORTED = "0.32"
 """The minor version of vLLM whose modules and flags are used. 0.33 has another `WeightSource`, and
 has moved what a server's parts with workers alone import (docs/notes/conformance.md)."""
@@ -166,6 +171,22 @@ def installed() -> EnginePlatform:
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
         return CPU
     return CPU if "cpu" in found else GPU
+
+
+def little_shared_memory() -> str | None:
+    """What is said where the workers of a server on several GPUs have little memory to share, as in
+    a container: NCCL and vLLM's queues are there. None where it is enough, or not known."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    if (size := found.f_blocks * found.f_frsize) >= SHARED_BYTES:
+        return None
+    return (
+        f"/dev/shm has {size >> 20} MiB, and an engine on several GPUs exchanges tensors there; "
+        f"give the container {SHARED_BYTES >> 30} GiB (docker run --shm-size, or an emptyDir of "
+        "medium Memory)"
+    )
 
 
 def version() -> str:

@@ -5,6 +5,7 @@ Writes docs/notes/conformance.md. Exit code 1 if the pinned versions lack someth
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ something; a newer vLLM than the pinned minor version is refused by name at star
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__).parse_args()
     installed = fetch(CACHE, pinned())
     newest = fetch(CACHE, dict.fromkeys(PACKAGES))
     now, then = Library(installed.values()), Library(newest.values())

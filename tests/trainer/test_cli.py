@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import trainer.assembly
@@ -69,7 +70,8 @@ def test_check_prints_the_resolved_configuration(
             (),
             "on CPU, float32, attention CPU_ATTN, --enforce-eager, AGENTIC_ENGINE_DEVICE=cpu, "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0, TORCH_COMPILE_DISABLE=1, VLLM_CPU_KVCACHE_SPACE=1, "
-            "OMP_NUM_THREADS=1, nice 10, weights by shm, mean |Δ log p| at most 0.001",
+            "OMP_NUM_THREADS=1, nice 10, start beside the trainer's models, weights by shm, "
+            "mean |Δ log p| at most 0.001",
         ),
         (
             vllm_platform.GPU,
@@ -104,9 +106,21 @@ def test_check_prints_what_the_platform_decides_for_the_engines(
         gpus = (Gpu("NVIDIA H200", 140 * 2**30),)
         for module in (trainer.assembly, trainer.start):
             monkeypatch.setattr(module, "gpus_here", lambda: gpus)
+        gpu = torch.device("cuda", 0)
+        monkeypatch.setattr(trainer.cluster.ranks, "device_of", lambda *_: gpu)
     assert main(["--config", str(config), "--check", *words]) == 0
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("# engines: ")]
     assert said == [f"# engines: vLLM {vllm_platform.version()} {expected}"]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_check_warns_of_little_memory_that_workers_share(
+    config: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    monkeypatch.setattr(vllm_platform, "little_shared_memory", lambda: "/dev/shm has 64 MiB")
+    words = f"engine.args=[--tensor-parallel-size={gpus}]"
+    assert main(["--config", str(config), "--check", words]) == 0
+    assert ("warning: /dev/shm has 64 MiB" in capfd.readouterr().out) is (gpus > 1)
 
 
 def test_check_refuses_a_judge_that_would_take_the_gpu_of_the_run(

@@ -32,7 +32,12 @@ from trainer.cluster.local_engine import LocalReplica, replica_server
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_models import models_of_rank
 from trainer.cluster.rank_zero import OneThread, RankZero
-from trainer.cluster.ranks import check_seat, device_of, rendezvous_ports, torchrun_seat
+from trainer.cluster.ranks import (
+    check_seat,
+    rendezvous_ports,
+    starts_engines_early,
+    torchrun_seat,
+)
 from trainer.errors import TrainerError
 from trainer.learning.learner import Learner
 from trainer.learning.models import Models
@@ -105,7 +110,7 @@ class LocalCluster:
 
     @property
     def starts_engines_early(self) -> bool:
-        return device_of(self._config.trainer.device).type == "cpu"
+        return starts_engines_early(self._config.trainer)
 
     def private_ports(self) -> frozenset[int]:
         engines = {urlsplit(url).port or 80 for url in self._config.engine.urls}

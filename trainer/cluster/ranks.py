@@ -8,7 +8,13 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.policy.parallelism import Seat
-from trainer.ranks_config import RanksConfig
+from trainer.ranks_config import RanksConfig, TrainerSection
+
+
+def starts_engines_early(trainer: TrainerSection) -> bool:
+    """Whether engines on this machine start while the trainer loads its models: not if both use a
+    GPU, because an engine measures at its start how much memory is free."""
+    return device_of(trainer.device).type == "cpu"
 
 
 def device_of(name: str, seat: Seat | None = None) -> torch.device:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -208,3 +209,21 @@ def test_other_versions_of_vllm_are_refused_by_name(
     _distributions(monkeypatch, {name: found})
     with pytest.raises(ConfigurationError, match=rf"{name} {found} is installed.*{name}==0\.32\.0"):
         vllm_platform.installed()
+
+
+@pytest.mark.parametrize(("mebibytes", "said"), [(64, "/dev/shm has 64 MiB"), (1024, None)])
+def test_little_shared_memory_is_said(
+    monkeypatch: pytest.MonkeyPatch, mebibytes: int, said: str | None
+) -> None:
+    found = SimpleNamespace(f_blocks=mebibytes << 8, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    text = vllm_platform.little_shared_memory()
+    assert text is None if said is None else said in str(text)
+
+
+def test_a_machine_without_shared_memory_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(path: str) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "statvfs", absent)
+    assert vllm_platform.little_shared_memory() is None

@@ -218,6 +218,20 @@ def test_messages_are_loaded_only_after_their_stream_has_finished(streams: Strea
     assert torch.equal(engine.model.output(), expected.output())
 
 
+def test_a_message_that_is_read_before_its_stream_has_finished_is_seen(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the stand-in is for: without the wait, the worker loads what no message has brought."""
+    named = weights(2)
+    engine = worker(Communicator(streams, Store(), messages(named)))
+    monkeypatch.setattr(Stream, "synchronize", lambda self: None)
+    engine.receive_weights(update(named))
+    engine.finish_weight_update()
+    expected = Model()
+    load(expected, named)
+    assert not torch.equal(engine.model.output(), expected.output())
+
+
 @pytest.mark.parametrize("lost", ["trainer", "another worker"])
 def test_lost_member_ends_what_a_worker_waits_for_and_the_next_update_is_complete(
     streams: Streams, monkeypatch: pytest.MonkeyPatch, lost: str
