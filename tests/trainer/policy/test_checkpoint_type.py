@@ -52,6 +52,8 @@ def test_weights_say_their_type_if_config_json_does_not(tmp_path: Path) -> None:
     )
     assert checkpoint_type(tmp_path) == "bfloat16"
     save_file({"more": torch.zeros(9)}, tmp_path / "model-2.safetensors")
+    assert checkpoint_type(tmp_path) == "bfloat16"  # nobody loads a file beside the whole model
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
     assert checkpoint_type(tmp_path) == "float32"
 
 
