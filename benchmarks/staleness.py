@@ -1,14 +1,14 @@
 """How stale tokens may be for each correction: the training step as it is, on a task of seconds.
 
     python -m benchmarks.staleness                              every correction, 0 to 8 updates
-    python -m benchmarks.staleness --corrections none mask --staleness 4 8 --seeds 0 1
+    python -m benchmarks.staleness --corrections none "clip, mask" --staleness 8 --seeds 0
 
-A small model answers four symbols with the next four of the alphabet, and its warm-up has taught it
-to be wrong in a quarter of them. Step t trains on answers that were sampled with the weights after
-step t - staleness (the first ones with those of the beginning); the reward is 1 if all four are
-right. Sampling is torch's, so that staleness is exactly what it should be; everything after the
-record is the trainer's own. The table shows the success of the last weights, each symbol sampled.
-A run that is in `results.jsonl` is not made again.
+A small model answers each of four symbols with the one that follows it in the alphabet, and its
+warm-up has taught it to be wrong in a quarter of them. Step t trains on answers that were sampled
+with the weights after step t - staleness (the first ones with those of the beginning); the reward
+is 1 if all four are right. Sampling is torch's, so that staleness is exactly what it should be;
+everything after the record is the trainer's own. The table shows the success of the last weights,
+each symbol sampled. A run that is in `results.jsonl` is not made again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from agent_loop.records import Group, Rollout, RolloutStatus, Task
 from agent_loop.trajectory import build_segments
 from examples.starter_model.checkpoint import Shape, new_model, save_model
 from proxy.records import FinishReason, Turn, TurnStatus, VersionSpan
+from proxy.run_files.files import read_jsonl
 from trainer.batch import trained_batch
 from trainer.cluster.rank_models import models_of_rank
 from trainer.config import TrainerConfig
@@ -46,7 +47,8 @@ RIGHT = 0.75
 """Of the symbols of the warm-up's answers."""
 WARM_UP_STEPS = 500
 LR = 2e-3
-"""Twice of it, runs without staleness fall back to 0; with half, 8 updates do no harm."""
+"""With twice as much, a run without a clip fell back to 0 even without staleness; with half, two
+corrections were at 0.95 and 0.96 after 8 updates (one seed)."""
 PPO = {"loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28}}
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "none": {"loss": "reinforce", "correction": {"weight": None}},
@@ -64,6 +66,8 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "clip, second moment": PPO | {"correction": {"weight": None, "reject": ["second_moment"]}},
 }
 """Settings of `algorithm`. Those that name no `prox` compute π_prox by a forward pass."""
+Key = tuple[str, int, int, int]
+"""Correction, staleness, seed, steps."""
 
 
 def answers(prompts: Tensor) -> Tensor:
@@ -231,14 +235,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-Key = tuple[str, int, int, int]
-
-
 def read(results: Path) -> dict[Key, list[float]]:
     """The curves of the runs that were made."""
     curves: dict[Key, list[float]] = {}
-    for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
-        made = json.loads(line)
+    for made in read_jsonl(results):
         key = (made["correction"], made["staleness"], made["seed"], made["steps"])
         curves[key] = made["success"]
     return curves

@@ -42,7 +42,8 @@ class LateSection:
         return load_extra(self.path)
 
     def parse(self, value: Any) -> Any:
-        """What a value of a configuration describes; None for None, and an empty list for one.
+        """What a value of a configuration describes. None, and the empty list of a list, stay as
+        they are.
 
         Raises ValueError (pydantic's ValidationError for keys that the section refuses).
         """

@@ -33,7 +33,7 @@ class Settings(BaseModel):
             annotation = cls.model_fields[info.field_name].annotation
             kinds = set(_kinds(annotation))
             if kinds & {int, float} and bool not in kinds:
-                raise ValueError("Input should be a number: true and false, yes and on are none")
+                raise ValueError("Input should be a number, and not true, false, yes or on")
         return value
 
     @field_validator("*", mode="after", check_fields=False)

@@ -116,7 +116,7 @@ def test_no_number_may_be_a_switch_or_need_more_than_64_bits(value: int) -> None
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("trainer.steps=yes", "should be a number: true and false"),
+        ("trainer.steps=yes", "should be a number, and not true, false"),
         ("optimizer.lr=true", "should be a number"),
         ("optimizer.betas=[true, 0.9]", "should be a number"),
         ("algorithm.reward.scale=on", "should be a number"),

@@ -192,7 +192,10 @@ async def test_what_is_written_while_a_session_is_removed_does_not_outlive_it(
             one.browser.add_mark(ID, Mark("late", RuleAction.MARK, 0, 1.0, "late")),
         )
     ]
-    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    waiting = (
+        "SELECT count(*) FROM pg_stat_activity"
+        " WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    )
     while await two._fetch(waiting) != [(len(late),)]:
         assert not any(each.done() for each in late)
     await held.commit()

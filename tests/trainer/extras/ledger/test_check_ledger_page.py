@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,13 @@ import pytest
 
 from tests.needs import needs
 from tests.proxy.extras.view.chromium import MISSING, Tab, chromium
-from tests.trainer.extras.ledger.recorded_run import STEPS, Recorded, made
+from tests.trainer.extras.ledger.recorded_run import STEPS, Recorded
 from trainer.extras.ledger.ledger import line_hash, read_lines
 
 pytestmark = [needs(MISSING), pytest.mark.programs]
 PAGE = Path(__file__).parents[4] / "docs" / "check_ledger.html"
 WEIGHTS = "checkpoints/step-000002/model/model.safetensors"
 Line = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    return made(tiny_model, tmp_path_factory.mktemp("runs") / "run")
-
-
-@pytest.fixture
-def copy(run: Recorded, tmp_path: Path) -> Path:
-    """A copy of the run, to be changed."""
-    return Path(shutil.copytree(run.folder.path, tmp_path / "copy"))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from tests.trainer.extras.ledger.recorded_run import (
     STEPS,
     Recorded,
     hashes,
-    made,
 )
 from trainer.cli import main
 from trainer.extras.ledger.ledger import Ledger
@@ -31,17 +29,6 @@ from trainer.extras.ledger.prompts import differences, form
 from trainer.run.folder import RunFolder
 
 Change = Callable[[list[Group]], None]
-
-
-@pytest.fixture(scope="module")
-def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    return made(tiny_model, tmp_path_factory.mktemp("runs") / "run")
-
-
-@pytest.fixture
-def copy(run: Recorded, tmp_path: Path) -> Path:
-    """A copy of the run, to be changed."""
-    return Path(shutil.copytree(run.folder.path, tmp_path / "run"))
 
 
 def change_batch(folder: Path, step: int, change: Callable[[Segment], None]) -> None:
