@@ -47,7 +47,7 @@ from proxy.sampling import as_record, resolve, seed_of_call
 from proxy.serving.asked import Asked
 from proxy.serving.backend import Backend
 from proxy.serving.sessions import LiveSession
-from proxy.serving.text_tokens import TextTokens
+from proxy.serving.text_tokens import TextTokens, reasoning_tokens
 from proxy.token_tree.tree import Placement
 from proxy.wire.dialect import Outcome, Piece, SampledToken
 
@@ -290,6 +290,9 @@ class LiveAnswer:
             prompt_tokens=turn.prompt_tokens,
             cached_tokens=turn.shared_tokens,
             completion_tokens=size,
+            reasoning_tokens=reasoning_tokens(
+                self._backend.rendering.tokenizer, self._ids, said.reasoning
+            ),
             stop_string=self._parser.stop_string,
             tokens=self._tokens,
             turn=turn.index,
@@ -474,6 +477,9 @@ def replayed_answer(
         prompt_tokens=turn.prompt_tokens,
         cached_tokens=turn.shared_tokens,
         completion_tokens=len(turn.sampled_ids),
+        reasoning_tokens=reasoning_tokens(
+            rendering.tokenizer, turn.sampled_ids.tolist(), message.reasoning
+        ),
         stop_string=_stop_string(turn, prompt, asked, rendering),
         tokens=tokens,
         turn=turn.index,

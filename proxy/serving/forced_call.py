@@ -81,6 +81,7 @@ def joined(said: Outcome, called: Outcome) -> Outcome:
         prompt_tokens=said.prompt_tokens,
         cached_tokens=said.cached_tokens,
         completion_tokens=said.completion_tokens + called.completion_tokens,
+        reasoning_tokens=said.reasoning_tokens + called.reasoning_tokens,
         tokens=[*said.tokens, *called.tokens],
         prompt_ids=said.prompt_ids,
         sampled_ids=np.concatenate(halves) if halves else None,

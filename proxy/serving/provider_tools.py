@@ -338,6 +338,7 @@ def joined(before: Sequence[Outcome], last: Outcome) -> Outcome:
         prompt_tokens=before[0].prompt_tokens,
         cached_tokens=before[0].cached_tokens,
         completion_tokens=sum(part.completion_tokens for part in parts),
+        reasoning_tokens=sum(part.reasoning_tokens for part in parts),
         prompt_ids=before[0].prompt_ids,
         sampled_ids=np.concatenate(ids) if ids else None,
     )

@@ -3,7 +3,7 @@
 An answer's ids hold reasoning, markers, calls and an end-of-turn token beside the text that the
 agent gets. Invariant: the texts of the tokens, joined, are the text; a token that is partly white
 space or a stop string that was left out has only the rest. Where a character takes several tokens,
-the last of them has it, and the others are empty.
+the last of them has it, and the others are empty. `reasoning_tokens` counts those that usage names.
 """
 
 from __future__ import annotations
@@ -128,6 +128,28 @@ class TextTokens:
     def _end_of(self, index: int) -> int:
         ends = index + 1 < len(self._begins)
         return self._begins[index + 1] if ends else len(self._sampled)
+
+
+def reasoning_tokens(tokenizer: Tokenizer, ids: Sequence[int], reasoning: str | None) -> int:
+    """How many of an answer's tokens have a part of its reasoning, without the markers around it.
+
+    Where parts of it were joined by what was not sampled, it is the number of tokens that the
+    reasoning has by itself.
+    """
+    if not reasoning:
+        return 0
+    stream, sampled = DecodeStream(skip_special_tokens=False), ""
+    begins = []
+    for token in ids:
+        begins.append(len(sampled))
+        sampled += stream.step(tokenizer.fast, token) or ""
+    begin = sampled.find(reasoning)
+    if begin < 0:
+        return min(len(tokenizer.encode(reasoning)), len(ids))
+    first = bisect_right(begins, begin) - 1
+    while first > 0 and begins[first - 1] == begin:
+        first -= 1  # tokens that are a part of the first character
+    return bisect_right(begins, begin + len(reasoning) - 1) - first
 
 
 def _common(sampled: str, at: int, text: str) -> int:

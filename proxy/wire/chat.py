@@ -321,11 +321,13 @@ def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     prompt = outcomes[0].prompt_tokens if outcomes else 0
     completion = sum(outcome.completion_tokens for outcome in outcomes)
     cached = outcomes[0].cached_tokens if outcomes else 0
+    reasoning = sum(outcome.reasoning_tokens for outcome in outcomes)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 

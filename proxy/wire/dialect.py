@@ -124,6 +124,8 @@ class Outcome(msgspec.Struct):
     cached_tokens: int
     """Number of prompt tokens that an earlier call of the session already had."""
     completion_tokens: int
+    reasoning_tokens: int = 0
+    """Those of the completion that are its reasoning, without markers."""
     stop_string: str | None = None
     tokens: list[SampledToken] = []
     turn: int = 0

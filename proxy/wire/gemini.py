@@ -516,9 +516,11 @@ def _response(
     if outcomes:
         prompt = outcomes[0].prompt_tokens
         sampled = sum(outcome.completion_tokens for outcome in outcomes)
+        thoughts = sum(outcome.reasoning_tokens for outcome in outcomes)
         body["usageMetadata"] = {
             "promptTokenCount": prompt,
-            "candidatesTokenCount": sampled,
+            "candidatesTokenCount": sampled - thoughts,
+            "thoughtsTokenCount": thoughts,
             "totalTokenCount": prompt + sampled,
             "cachedContentTokenCount": outcomes[0].cached_tokens,
         }

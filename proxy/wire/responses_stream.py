@@ -401,6 +401,6 @@ def _usage(outcome: Outcome) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": outcome.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": outcome.reasoning_tokens},
         "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,
     }

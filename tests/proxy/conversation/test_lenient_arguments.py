@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.conversation import Conversation
-from proxy.conversation.json_values import read_arguments
+from proxy.conversation.json_values import canonical_arguments, read_arguments
 from proxy.conversation.messages import Message, ToolCall, arguments_object
 from proxy.conversation.references import AnswerPart, ReferringConversation
 
@@ -19,10 +23,42 @@ from proxy.conversation.references import AnswerPart, ReferringConversation
         ("[" * 200 + '"\n"' + "]" * 200, "[" * 200 + '"\n"' + "]" * 200),
         ("{broken\n", "{broken\n"),
         ("", {}),
+        (
+            '{"a": "\n\\ud800", "n": 123456789012345678901234}',
+            {"a": "\n\ufffd", "n": 1.2345678901234568e23},
+        ),
+        ('{"a": "\n", "n": 1e999}', '{"a": "\n", "n": 1e999}'),
+        ('{"a\n": "\\"\n\\\\"}\n', {"a\n": '"\n\\'}),
+        ('{"a": "\n\\', '{"a": "\n\\'),
+        ('{"a": "\\\n"}', '{"a": "\\\n"}'),
     ],
 )
 def test_line_breaks_in_strings_are_read_and_nothing_else(text: str, value: object) -> None:
     assert read_arguments(text) == value
+
+
+@given(
+    st.dictionaries(
+        st.text(),
+        st.one_of(st.text(), st.floats(allow_nan=False, allow_infinity=False), st.integers()),
+    )
+)
+def test_arguments_are_equal_to_what_a_lenient_agent_makes_of_them(
+    value: dict[str, object],
+) -> None:
+    written = json.dumps(value, ensure_ascii=False)
+    raw = written.replace("\\n", "\n").replace("\\t", "\t")
+    try:
+        again = json.dumps(json.loads(raw, strict=False))
+    except ValueError:  # the backslash was one of two
+        return
+    assert canonical_arguments(raw) == canonical_arguments(again)
+
+
+def test_a_long_string_that_never_ends_is_read_once() -> None:
+    """A search that began at each quote would take hours."""
+    text = '{"a": "\n' + '\\"' * 400_000
+    assert read_arguments(text) == text
 
 
 def test_a_dialect_that_needs_an_object_gets_it() -> None:

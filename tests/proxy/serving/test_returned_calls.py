@@ -61,7 +61,7 @@ class ChatAgent(Agent):
         message = reply["choices"][0]["message"]
         self.history.append(message)
         for each in message["tool_calls"]:
-            changed = self.change(json.loads(each["function"]["arguments"]))
+            changed = self.change(json.loads(each["function"]["arguments"], strict=False))
             each["function"]["arguments"] = json.dumps(changed)
             self.history.append({"role": "tool", "content": "ok", "tool_call_id": each["id"]})
 
@@ -89,7 +89,9 @@ class ResponsesAgent(Agent):
         for item in reply["output"]:
             self.history.append(item)
             if item["type"] == "function_call":
-                item["arguments"] = json.dumps(self.change(json.loads(item["arguments"])))
+                item["arguments"] = json.dumps(
+                    self.change(json.loads(item["arguments"], strict=False))
+                )
                 output = {"type": "function_call_output", "output": "ok"}
                 self.history.append({**output, "call_id": item["call_id"]})
 
@@ -240,3 +242,17 @@ async def test_counting_sees_the_recorded_calls(proxy: RunningProxy) -> None:
     await agent.turn()
     _, turns = await proxy.record(session)
     assert counted["input_tokens"] == turns[-1].prompt_tokens
+
+
+@pytest.mark.parametrize("make", AGENTS)
+async def test_line_breaks_as_they_are_in_a_string_are_serialised_again(
+    proxy: RunningProxy, make: type[Agent]
+) -> None:
+    """LangChain reads such arguments, which are not JSON, and sends JSON."""
+    made = '{"name": "edit", "arguments": {"path": "a\n\tb", "line": 3}}'
+    proxy.answers(f"<tool_call>\n{made}\n</tool_call>")
+    session = await proxy.session()
+    agent = make(proxy, session, lambda arguments: dict(reversed(arguments.items())))
+    for _ in range(3):
+        await agent.turn()
+    assert await forks(proxy, session) == [None] * 3

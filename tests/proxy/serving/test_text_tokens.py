@@ -14,8 +14,9 @@ from proxy.engines.protocol import Chunk
 from proxy.rendering.deltas import Delta, TextDelta
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.stream import AnswerParser
-from proxy.serving.text_tokens import TextTokens
+from proxy.serving.text_tokens import TextTokens, reasoning_tokens
 from tests.proxy.conftest import RunningProxy
+from tests.proxy.wire.test_gemini import ask
 
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
 SHELL = {"type": "object", "properties": {"command": {"type": "string"}}}
@@ -93,6 +94,45 @@ async def test_tokens_are_the_text_in_stream_and_body(
     assert "".join(token["token"] for token in tokens) == text
     assert b"".join(bytes(token["bytes"]) for token in tokens) == text.encode()
     assert streamed == again == (text, tokens)
+
+
+@pytest.mark.parametrize("reasoning", ["Hm.", "Family 👩‍👩‍👧 数学 été, a <b.\n\nSo.", ""])
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "gemini"])
+async def test_usage_has_the_tokens_of_the_reasoning(
+    proxy: RunningProxy, route: str, reasoning: str
+) -> None:
+    """Also where the recorded answer is sent again."""
+    proxy.answers(f"<think>\n{reasoning}\n</think>\n\nHello there.")
+    own = len(proxy.rendering.tokenizer.encode(f"\n{reasoning}\n")) - 2 if reasoning else 0
+    session = await proxy.session()
+    for _ in range(2):
+        if route == "gemini":
+            body = {"contents": [{"role": "user", "parts": [{"text": "Hi."}]}]}
+            usage = orjson.loads((await ask(proxy, session, body))[1])["usageMetadata"]
+            found = usage["thoughtsTokenCount"]
+            assert usage["totalTokenCount"] == (
+                usage["promptTokenCount"] + usage["candidatesTokenCount"] + found
+            )
+        else:
+            _, answer = await proxy.post(session, route, asked(route, stream=False))
+            kind = "output" if route == "responses" else "completion"
+            found = answer["usage"][f"{kind}_tokens_details"]["reasoning_tokens"]
+        assert found == own
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_tokens_of_reasoning_are_those_that_its_text_needs(rendering: Rendering, data: Any) -> None:
+    """The shortest run of tokens that has the whole reasoning."""
+    words = st.lists(st.sampled_from(["Hm", " ", "\n", "été 😀", "数", "a <b", "."]), max_size=8)
+    before, inner, after = ("".join(data.draw(words)) for _ in range(3))
+    tokenizer = rendering.tokenizer
+    ids = tokenizer.encode(f"<think>{before}A{inner}Z{after}</think>")
+    found = reasoning_tokens(tokenizer, ids, f"A{inner}Z")
+    decoded = [tokenizer.decode(ids[:size]) for size in range(len(ids) + 1)]
+    end = next(size for size, text in enumerate(decoded) if f"A{inner}Z" in text)
+    begin = next(at for at, text in enumerate(decoded) if text.startswith(f"<think>{before}A")) - 1
+    assert found == end - begin
 
 
 @given(st.data())
