@@ -128,13 +128,14 @@ $(PYTHON_AGENTS:%=$(AGENTS)/%/.ready): $(AGENTS)/%/.ready: $(VENV)/.ready tests/
 	touch $@
 
 # npm would also install the optional peers of Cline's providers, which conflict with other packages.
+# Not `npm ci`: it fails where an index lacks a package of another platform.
 $(AGENTS)/.ready: $(AGENTS)/python/.ready $(wildcard tests/pins/npm/*.json tests/pins/sdks/*.json)
 	@command -v npm >/dev/null || { echo "make: npm is not on PATH; it installs the agents that are tested" >&2; exit 1; }
 	mkdir -p $(AGENTS)/npm $(AGENTS)/sdks
 	cp tests/pins/npm/*.json $(AGENTS)/npm/
 	cp tests/pins/sdks/*.json $(AGENTS)/sdks/
-	npm ci --silent --no-audit --no-fund --prefix $(AGENTS)/npm
-	npm ci --silent --no-audit --no-fund --omit=peer --prefix $(AGENTS)/sdks
+	npm install --silent --no-audit --no-fund --prefix $(AGENTS)/npm
+	npm install --silent --no-audit --no-fund --omit=peer --prefix $(AGENTS)/sdks
 	chmod +x $(AGENTS)/npm/node_modules/codex-0.77/bin/codex.js
 	ln -sf ../npm/node_modules/.bin/claude ../npm/node_modules/.bin/codex ../npm/node_modules/.bin/opencode ../npm/node_modules/.bin/qwen $(AGENTS)/bin/
 	ln -sf ../sdks/node_modules/.bin/pi ../sdks/node_modules/.bin/cline ../sdks/node_modules/.bin/cn $(AGENTS)/bin/

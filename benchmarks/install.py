@@ -216,7 +216,7 @@ def installs(torch_index: str | None = None) -> dict[str, Install]:
             CACHE / "tools",
             [
                 ["cp", *TOOLS, str(CACHE / "tools")],
-                ["npm", "ci", *QUIET, "--prefix", str(CACHE / "tools")],
+                npm(CACHE / "tools"),
             ],
             TOOLS,
         ),

@@ -51,10 +51,17 @@ class _Waiting:
 class Admission:
     """Example: episode = await admission.enter(claim, refused=lambda reason: SwarmError(…))"""
 
-    def __init__(self, collected: Collected, make_episode: Callable[[Claim], Episode]) -> None:
-        """`make_episode` makes the episode of a claim that is served; it must not block."""
+    def __init__(
+        self,
+        collected: Collected,
+        make_episode: Callable[[Claim], Episode],
+        take_back: Callable[[Episode], None],
+    ) -> None:
+        """`make_episode` makes the episode of a claim that is served, `take_back` removes and
+        discards one whose claimant has gone; both must not block."""
         self._collected = collected
         self._make_episode = make_episode
+        self._take_back = take_back
         self._closed = "the engine is offline"
         self._open = 0
         self.claimed_training = 0
@@ -84,7 +91,7 @@ class Admission:
             await asyncio.wait([waiting.episode], timeout=claim.wait_s)
         except asyncio.CancelledError:
             if waiting.episode.done() and waiting.episode.exception() is None:
-                self.discard(waiting.episode.result().view)
+                self._take_back(waiting.episode.result())
             raise
         finally:
             self._leave(waiting)

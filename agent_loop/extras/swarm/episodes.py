@@ -59,7 +59,7 @@ class Episodes:
         self._trainer: EpisodeSessions | None = None
         self.collected = Collected(NO_PLAN)
         """Ended episodes that wait for the next batch."""
-        self.admission = Admission(self.collected, self._new_episode)
+        self.admission = Admission(self.collected, self._new_episode, self._withdraw)
         self.generation = 0
         """Number of trainer starts. Versions of different generations are not comparable."""
         self.version = 0

@@ -34,7 +34,7 @@ class Places:
     def __init__(self, plan: BatchPlan) -> None:
         self.collected = Collected(plan)
         self.numbers = count()
-        self.admission = CountingAdmission(self.collected, self._make)
+        self.admission = CountingAdmission(self.collected, self._make, self._take_back)
         self.admission.open_engine()
 
     def _make(self, claim: Claim) -> Episode:
@@ -47,6 +47,9 @@ class Places:
             source=claim.source,
         )
         return Episode(view, b"")
+
+    def _take_back(self, episode: Episode) -> None:
+        self.admission.discard(episode.view)
 
     async def enter(self, client: str, *, wait_s: float = 0.0, **claim: Any) -> Episode:
         wanted = Claim(client_id=client, wait_s=wait_s, **claim)

@@ -18,7 +18,7 @@ from agent_loop.extras.swarm.joint import outcome
 from agent_loop.extras.swarm.server import SwarmServer
 from agent_loop.extras.swarm.swarm import Swarm
 from agent_loop.extras.swarm.table import EpisodeTable
-from agent_loop.extras.swarm.wire import Decider, EpisodeState
+from agent_loop.extras.swarm.wire import Claim, Decider, EpisodeState
 from proxy.http.server import app_runner
 from proxy.http.web_guard import Hosts
 from proxy.machine.port import free_port
@@ -188,3 +188,30 @@ async def test_lease_begins_when_the_claimant_gets_the_episode(
     episode = await swarm.client.begin_episode(task_id="t", lease_s=60.0)
     left = swarm.swarm.episodes._open[episode.episode_id].lease_until - time.monotonic()
     assert 50.0 < left <= 60.0
+
+
+async def test_episode_of_a_claim_that_is_cancelled_as_it_is_served_is_gone(
+    start_swarm: StartSwarm,
+) -> None:
+    """Before, it stayed among the open ones: its lease ran out later, and its place was given away
+    twice."""
+    swarm = await start_swarm(max_open=1)
+    episodes = swarm.swarm.episodes
+    held = await swarm.client.begin_episode(task_id="t")
+    claim = asyncio.create_task(swarm.swarm.claim(Claim(client_id="c", task_id="t", wait_s=60)))
+    while not episodes.admission.waiting:  # noqa: ASYNC110 (the task has only to run)
+        await asyncio.sleep(0)
+    serve = episodes.admission.look_at_freed
+
+    def and_cancel(views: Any) -> None:
+        serve(views)
+        claim.cancel()
+
+    episodes.admission.look_at_freed = and_cancel  # type: ignore[method-assign]
+    await swarm.client.abort_episode(held)
+    with pytest.raises(asyncio.CancelledError):
+        await claim
+    assert len(episodes) == 0
+    assert episodes.admission.claimed_training == 0
+    last = await swarm.client.begin_episode(task_id="t", timeout_s=20)
+    assert [view.episode_id for view in episodes] == [last.episode_id]
