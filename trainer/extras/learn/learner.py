@@ -97,6 +97,11 @@ class DailyLearner:
         weights = await self.rank_zero.ask(Begin(self.adapters))
         if not self.journal.lines:
             self._write("begin", config=_digest(self.config), weights=weights)
+        self._give_up_pending()
+
+    def _give_up_pending(self) -> None:
+        """An adapter that was made, and that neither a gate nor an engine has refused: this
+        process, or the recorder, went away before it was served. Its sessions are new again."""
         if (number := self.history.pending) is not None:
             self._write("rollback", number=number, by="interrupted")
 
@@ -122,6 +127,7 @@ class DailyLearner:
 
     async def tick(self) -> None:
         """Does what is due. Raises ProxyClientError, TrainerError."""
+        self._give_up_pending()
         await self._serve_what_counts(await self.recorder.assignment(self.policy))
         state = await self.recorder.assignment(self.policy)
         await self._note_switches(state)

@@ -60,6 +60,36 @@ async def test_what_a_person_orders_meanwhile_counts(
             assert "second-0" in learner.history.updates[3]["sessions"]
 
 
+async def test_sessions_of_an_update_that_lost_the_recorder_are_new_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = Days()
+    async with learner_of(checkpoint, tmp_path / "l", days, canary=LITTLE) as (learner, _):
+        await with_canary(learner, days)
+        away = list[str]()
+
+        async def gone(policy: str) -> Any:
+            away.append(policy)
+            raise ProxyClientError("503", 503)
+
+        def happens() -> None:
+            monkeypatch.setattr(learner.recorder, "assignment", gone)
+
+        rank_zero: Any = During(learner.rank_zero, happens)
+        learner.rank_zero = rank_zero
+        week(days, "second")
+        with pytest.raises(ProxyClientError):
+            await learner.tick()
+        assert len(away) == 1
+        monkeypatch.undo()
+        learner.rank_zero = rank_zero._rank_zero
+        await learner.tick()
+        second = [f"second-{number}" for number in range(len(days.record_of))]
+        made = learner.history.updates
+        assert [n for n in made if set(second) & set(made[n]["sessions"])] == [2, 3]
+        assert (learner.history.canary, learner.history.pending) == (3, None)
+
+
 async def test_a_recorder_that_is_away_for_a_call_costs_no_canary(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
