@@ -30,7 +30,8 @@ async def without_secrets(
         known = Known()
         found = [SessionSecrets(decode, known=known) for _ in unit]
         for sample, secrets in zip(unit, found, strict=True):
-            secrets.add_session(sample.session)
+            for session in (sample.session, *sample.origins):
+                secrets.add_session(session)
             secrets.add(sample.turns)
         unread = len(known) > 0 or any(not t.request for each in unit for t in each.turns)
         if decode is None and unread and not getattr(form, "texts_only", False):

@@ -38,6 +38,9 @@ class Sample:
     secrets: SessionSecrets | None = None
     """Which tokens of `turns` spell secrets, and are masked; None: nothing is masked."""
 
+    origins: Sequence[Session] = ()
+    """Of a branch: the sessions that it continues, as far as the source has them. What their
+    metadata shows to be a secret is one in the branch, too."""
     images: Mapping[str, RecordedImage] = field(default_factory=dict)
     """By sha256, those of `turns`."""
 

@@ -89,7 +89,8 @@ class ExportSelection:
             group = [reward for reward, _ in rewards.get(sample.task_id, ())]
             mean = sum(group) / len(group) if group else 0.0
             advantage = (sample.reward or 0.0) - mean
-            yield [Sample(sample.session, sample.turns, sample.reward, advantage)]
+            origins = await self._origins(sample.session)
+            yield [replace(sample, advantage=advantage, origins=origins)]
 
     async def _pairs(
         self, rewards: Mapping[str, list[tuple[float, str]]]
@@ -111,7 +112,19 @@ class ExportSelection:
         session = await self._store.get_session(session_id)
         if session is None:
             return None
-        return Sample(session, await self._store.get_turns(session_id), reward)
+        turns, origins = await self._store.get_turns(session_id), await self._origins(session)
+        return Sample(session, turns, reward, origins=origins)
+
+    async def _origins(self, session: Session) -> list[Session]:
+        """The sessions that a branch continues, the nearest first."""
+        found: list[Session] = []
+        while (point := session.origin) is not None:
+            earlier = await self._store.get_session(point.session_id)
+            if earlier is None:  # a folder of records may lack it
+                break
+            found.append(earlier)
+            session = earlier
+        return found
 
     async def _samples(self, *, with_turns: bool = False) -> AsyncIterator[Sample]:
         """The matching sessions; without their turns, unless these are needed."""

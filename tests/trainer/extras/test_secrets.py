@@ -19,7 +19,15 @@ from proxy.rendering.tokenizer import load_tokenizer
 from tests.proxy.checkpoint import write_checkpoint
 from tests.proxy.conftest import starting_proxies
 from tests.proxy.extras.secrets.planted import Planted
-from tests.proxy.extras.secrets.planted_sessions import SECRETS, SESSIONS, recorded, seen, spelled
+from tests.proxy.extras.secrets.planted_sessions import (
+    PASSWORD,
+    SECRETS,
+    SESSIONS,
+    branched,
+    recorded,
+    seen,
+    spelled,
+)
 from trainer.extras.learn.judging import Judged
 from trainer.extras.learn.rollouts import Lineage, prepared
 from trainer.extras.sft.config import SftConfig
@@ -64,6 +72,20 @@ async def test_no_trained_token_spells_a_planted_secret(tmp_path: Path) -> None:
         await sft_trains_none(place, ids, model, rendering, sessions)
     for session, turns in records:
         learner_trains_none(session, turns, rendering, sessions[session.session_id])
+
+
+async def test_no_trained_token_of_a_branch_spells_what_its_origin_shows(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "checkpoint")
+    rendering = Rendering(load_tokenizer(model), RenderingConfig())
+    async with starting_proxies(model, rendering, tmp_path) as start:
+        await branched(await start())
+    config = SftConfig.model_validate({"sessions": [f"sqlite:///{tmp_path}/proxy.db"]})
+    found = await read_demonstrations(config, model, RenderingConfig(), CONTEXT_TOKENS)
+    assert len(found.found) == 3, found.describe()
+    for each in found.found:
+        texts = trained_text(each.rollout.segments, rendering)
+        assert "I take" in "".join(texts)
+        assert not [text for text in texts if PASSWORD in text], each.rollout.trial_id
 
 
 async def sft_trains_none(

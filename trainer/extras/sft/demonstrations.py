@@ -18,7 +18,7 @@ from proxy.extras.export.images import loaded
 from proxy.extras.export.protocol import Sample
 from proxy.extras.export.selection import ExportSelection
 from proxy.extras.secrets import SessionSecrets
-from proxy.records import Session, Turn
+from proxy.records import Turn
 from proxy.rendering.rendering import Rendering
 from proxy.rendering.tokenizer import load_tokenizer
 from proxy.settings.profiles import Profiles
@@ -170,7 +170,7 @@ def demonstration(
     if not segments:
         raise NotRenderable("no answer")
     said = sum(int(segment.mask.sum()) for segment in segments)
-    segments = _without_secrets(session, turns, segments, rendering)
+    segments = _without_secrets(sample, turns, segments, rendering)
     trained = sum(int(segment.mask.sum()) for segment in segments)
     if not trained:
         raise NotRenderable("answers that are secrets")
@@ -188,10 +188,11 @@ def demonstration(
 
 
 def _without_secrets(
-    session: Session, turns: Sequence[Turn], segments: Sequence[Segment], rendering: Rendering
+    sample: Sample, turns: Sequence[Turn], segments: Sequence[Segment], rendering: Rendering
 ) -> tuple[Segment, ...]:
     secrets = SessionSecrets(rendering.tokenizer.decode)
-    secrets.add_session(session)
+    for session in (sample.session, *sample.origins):
+        secrets.add_session(session)
     secrets.add(turns)
     found = secrets.of_pieces([segment.turns for segment in segments])
     return tuple(

@@ -12,12 +12,14 @@ import orjson
 
 from proxy.client import SessionHandle
 from proxy.extras.secrets.tokens import pieces
-from proxy.records import Reward
+from proxy.records import Origin, Reward
 from tests.proxy.conftest import RunningProxy
 from tests.proxy.extras.secrets.planted import Planted, planted
 from tests.proxy.extras.view.recording import TOOL, user
 
 SECRETS, SESSIONS = 200, 10
+PASSWORD = "plum-Tree_77"
+"""No secret by its looks."""
 Message = dict[str, Any]
 
 
@@ -136,3 +138,19 @@ def spelled(ids: list[int], decode: Callable[[list[int]], str], secrets: list[Pl
             found |= (starts < at + len(part)) & (ends > at)
             at = whole.find(part, at + 1)
     return found
+
+
+async def branched(proxy: RunningProxy) -> None:
+    """A session `origin` whose metadata shows a password, its `branch`, and the branch's `twig`."""
+    about = {"db_password": PASSWORD, "task_id": "t"}
+    session = await proxy.session(trial_id="origin", metadata=about)
+    for name in ("origin", "branch", "twig"):
+        if name != "origin":
+            point, task = Origin(session.trial_id, 1), {"task_id": "t"}
+            session = await proxy.control.branch(point, name, metadata=task)
+        proxy.answers(f"I take {PASSWORD} in the {name}.")
+        messages: list[Message] = [{"role": "user", "content": f"The word is {PASSWORD}."}]
+        for _ in range(2):
+            body = {"model": "m", "messages": messages}
+            _, answer = await proxy.post(session, "chat/completions", body)
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]

@@ -23,15 +23,17 @@ from proxy.extras.export.registry import FORMATS, open_format
 from proxy.extras.export.selection import ExportSelection, Filters
 from proxy.extras.secrets import Known, SessionSecrets, untrained
 from proxy.extras.secrets.session import HIDDEN
-from proxy.records import Turn
+from proxy.records import Reward, Turn
 from proxy.records.binary import decode_record
 from proxy.store import open_store
 from proxy.token_tree.sampled_paths import sampled_paths
 from tests.proxy.conftest import ADMIN_KEY, RunningProxy
 from tests.proxy.extras.secrets.planted import Planted
 from tests.proxy.extras.secrets.planted_sessions import (
+    PASSWORD,
     SECRETS,
     SESSIONS,
+    branched,
     readable,
     recorded,
     seen,
@@ -191,6 +193,26 @@ async def test_no_trained_token_spells_one(
             said = untrained(path.ids.tolist(), decode, remembered.known)
             assert not (path.sampled & ~said & bad).any()
     assert trained > 1000  # what is not a secret is trained
+
+
+@pytest.mark.parametrize("form", ["tokens", "messages", "dpo"])
+async def test_no_export_of_a_branch_has_what_its_origin_shows_to_be_one(
+    proxy: RunningProxy, tmp_path: Path, form: str
+) -> None:
+    """The password is no secret by its looks; the metadata of the first session names it one."""
+    await branched(proxy)
+    for name, reward in (("branch", 1.0), ("twig", 0.0)):
+        await proxy.control.add_reward(name, Reward("verifier", reward))
+    opened = await open_store(f"sqlite:///{tmp_path}/proxy.db", create=False)
+    chosen = open_format(form)
+    selection = ExportSelection(opened, Filters(ids=("branch", "twig")), chosen)
+    decode = proxy.rendering.tokenizer.decode
+    masked = without_secrets(selection.units(), chosen, decode, selection.left_out)
+    rows = [row async for unit in masked for row in chosen.rows(unit)]
+    await opened.close()
+    assert rows
+    texts = list(readable(orjson.loads(orjson.dumps(rows)), decode))
+    assert not [text for text in texts if PASSWORD in text]
 
 
 def test_secret_that_begins_in_one_turn_and_ends_in_the_next_is_not_trained(
