@@ -1,4 +1,5 @@
-"""A launcher and a reward from outside the package are configured by the class of their section."""
+"""A launcher and a reward from outside the package are configured by the class of their section, as
+`agent_loop.extras.kubernetes` and `agent_loop.extras.harbor` are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an extra sees of the proxy's life; without any of them, the proxy serves agents."""
+"""What every extra sees of the proxy's life; without any of them, the proxy serves agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kinds of task sources: exactly one in each source."""
+"""The kinds of task sources: exactly one in each source. Also those of
+`agent_loop.extras.harbor` and `agent_loop.extras.environments`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`agentic-proxy run`: the proxy that it finds or starts, the agent's life, the summary."""
+"""`agentic-proxy run`: the proxy that it finds or starts, the agent's life, the summary.
+
+It may start a hosted model (`proxy.extras.engines`), and names the page (`proxy.extras.view`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentic-proxy view` and `view-key`, as processes."""
+"""`agentic-proxy view` and `view-key` of `proxy.extras.view`, as processes."""
 
 from __future__ import annotations
 

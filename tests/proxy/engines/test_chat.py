@@ -1,5 +1,6 @@
 """A hosted model behind `/v1/chat/completions`: agents use it as any model, and its sessions hold
-the ids that the proxy's own model would have sampled to give the same answers."""
+the ids that the proxy's own model would have sampled to give the same answers
+(`proxy.extras.engines.chat`)."""
 
 from __future__ import annotations
 

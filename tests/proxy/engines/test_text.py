@@ -1,4 +1,4 @@
-"""Answers of a text-only server are recorded and never trained."""
+"""Answers of a text-only server (`proxy.extras.engines.text`) are recorded and never trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls that wait for room in the engine's KV cache, through the whole proxy."""
+"""Calls that wait for room in the engine's KV cache (`proxy.extras.schedule`), through the
+whole proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quota that sessions share, at two proxies on one store."""
+"""A quota that sessions share (`proxy.extras.quotas`), at two proxies on one store."""
 
 from __future__ import annotations
 
