@@ -1,5 +1,7 @@
 """The architectures of docs/models.md: tiny random models of each published class.
 
+Some are computed by `trainer.extras.experts`, `trainer.extras.hybrids` or `trainer.extras.images`.
+
 `tests.trainer.policy.table` computes every one packed, as a tree, and by its own code path by path,
 and writes the table. The tests compute the same rows.
 """

@@ -1,4 +1,6 @@
-"""A policy's adapter is read by plain PEFT, and what cannot be sent is refused at load."""
+"""A policy's adapter is read by plain PEFT, and what cannot be sent is refused at load.
+
+Among them are fused experts (`trainer.extras.experts`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Architectures that are computed exactly are accepted; others are refused with the reason."""
+"""Architectures that are computed exactly are accepted; others are refused with the reason.
+
+Some are mixtures of experts (`trainer.extras.experts`)."""
 
 from __future__ import annotations
 
