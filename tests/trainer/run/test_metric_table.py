@@ -1,4 +1,6 @@
-"""Every metric that a run writes is explained, and under its names elsewhere."""
+"""Every metric that a run writes is explained, and under its names elsewhere.
+
+The table has the metrics of the core and of every extra."""
 
 from __future__ import annotations
 
