@@ -1,4 +1,6 @@
-"""The estimated memory of a rank, compared with what a process of its own uses on the CPU."""
+"""The estimated memory of a rank, compared with what a process of its own uses on the CPU.
+
+One class has linear attention (`trainer.extras.hybrids`)."""
 
 from __future__ import annotations
 

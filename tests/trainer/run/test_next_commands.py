@@ -1,4 +1,6 @@
-"""Every command that a verdict gives can be pasted: its words are those of the command line."""
+"""Every command that a verdict gives can be pasted: its words are those of the command line.
+
+They may name `trainer.extras.sft` and `trainer.extras.report`."""
 
 from __future__ import annotations
 

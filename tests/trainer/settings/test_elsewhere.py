@@ -1,4 +1,6 @@
-"""Names of settings in other systems are those of their configurations, and lead to keys here."""
+"""Names of settings in other systems are those of their configurations, and lead to keys here.
+
+Here are the keys of every extra, too."""
 
 from __future__ import annotations
 
