@@ -41,7 +41,7 @@ from proxy.engines.vllm_server import (
 )
 from proxy.machine.port import free_port
 from trainer.cluster.device_plan import fitted, gpus_here, plan_devices
-from trainer.cluster.local_engine import replica_engine
+from trainer.cluster.replica_server import replica_engine
 from trainer.settings.sources import load
 
 CONTEXT_TOKENS = 2048

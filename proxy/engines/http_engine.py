@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -33,7 +33,9 @@ from proxy.engines.upstream import MAX_EVENT_BYTES, NOT_OFFERED, NotFound, Upstr
 from proxy.errors import EngineError, EngineRefusal, MissingAdapter
 from proxy.records import Alternatives, FinishReason, Ids
 from proxy.records.alternatives import Reported, table
-from proxy.rendering.rendering import Rendering
+
+if TYPE_CHECKING:
+    from proxy.rendering.rendering import Rendering
 
 CONTROL_TIMEOUT_S = 30.0
 """Long, because a server that compiles, or whose machine is overloaded, is slow but not dead."""

@@ -6,12 +6,14 @@ For a kind from outside the package, the value is the import path of its factory
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from proxy.config import EngineConfig
 from proxy.engines.protocol import Engine
-from proxy.rendering.rendering import Rendering
 from proxy.settings.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from proxy.rendering.rendering import Rendering
 
 ENGINES = {
     "vllm": "proxy.engines.vllm:VllmEngine.from_config",

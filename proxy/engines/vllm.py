@@ -15,7 +15,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import starmap
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 import orjson
@@ -62,8 +62,10 @@ from proxy.records import Ids, RoutedExperts, VersionSpan
 from proxy.records.alternatives import MAX_ALTERNATIVES
 from proxy.records.images import engine_ids
 from proxy.records.routed_experts import load, load_text
-from proxy.rendering.rendering import Rendering
 from proxy.settings.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from proxy.rendering.rendering import Rendering
 
 _log = logging.getLogger(__name__)
 

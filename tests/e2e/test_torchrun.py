@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,9 +39,9 @@ ONE_MACHINE = ("--nproc-per-node", "2")
 
 
 def torchrun(folder: Path, options: Sequence[str], *words: str, log: str = "said.log") -> Train:
-    program = ["-m", "torch.distributed.run", *options, "-m", "trainer.cli"]
     arguments = ["--config", str(folder / "config.yaml"), SMOOTH, "trainer.ranks=2", *words]
-    return Train([sys.executable, *program, *arguments], folder / "words", folder / log)
+    words = (*options, "-m", "trainer.cli", *arguments)
+    return Train("torch.distributed.run", words, folder / "words", folder / log, anew=True)
 
 
 def saved_step(folder: Path) -> int:
@@ -86,7 +85,7 @@ def test_signal_to_torchrun_saves_and_ends_every_rank(
         for _ in range(TRIALS_PER_STEP * TURNS + 1):  # into the second step
             run.word()
         watched = run.watch()
-        run.process.terminate()
+        os.kill(run.process.pid, signal.SIGTERM)
         assert run.wait() != 0
         assert_all_end(watched)
     assert summary(tmp_path)["status"] == "stopped", run.said

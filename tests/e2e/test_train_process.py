@@ -13,7 +13,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +25,7 @@ import yaml
 from proxy.engines.vllm_server import VllmServer
 from proxy.run_files.files import read_jsonl
 from tests.e2e.steady_agent import TURNS
+from tests.forked_processes import ForkedProgram
 from tests.processes import assert_all_end, command_line, descendants, watched
 from trainer.checkpoint import Checkpoints
 from trainer.optimizer_config import OptimizerConfig
@@ -54,22 +55,28 @@ KILLS = (
 class Train:
     """A trainer's process, the reports of its agents, and its descendants."""
 
-    argv: list[str]
+    module: str
+    """Executed with `words` as `python -m` does it."""
+    words: Sequence[str]
     fifo: Path
     log: Path
-    process: subprocess.Popen[bytes] = field(init=False)
+    anew: bool = False
+    """Whether its process imports everything itself, which is shown once."""
+    process: subprocess.Popen[bytes] | ForkedProgram = field(init=False)
     _words: int = field(init=False)
     _heard: bytes = b""
 
     def __enter__(self) -> Self:
         self._words = os.open(self.fifo, os.O_RDWR)
+        env = as_from_a_shell() | {"OMP_NUM_THREADS": "1"}
+        # In a session of its own, so that its Ctrl-C does not reach the test itself.
+        if not self.anew:
+            self.process = ForkedProgram(self.module, *self.words, log=self.log, env=env)
+            return self
+        argv = [sys.executable, "-m", self.module, *self.words]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self.argv,
-                stdout=log,
-                stderr=log,
-                env=as_from_a_shell() | {"OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # so that its Ctrl-C does not reach the test itself
+                argv, stdout=log, stderr=log, env=env, start_new_session=True
             )
         return self
 
@@ -145,12 +152,13 @@ def configure(folder: Path, model: Path, engine: dict[str, Any], *agent_mode: st
     return path
 
 
-def train(folder: Path, *words: str, killed_at: tuple[str, int] | None = None) -> Train:
-    if killed_at is None:
-        program = ["-m", "trainer.cli"]
-    else:
-        program = ["-m", "tests.e2e.killed_train", killed_at[0], str(killed_at[1])]
-    return Train([sys.executable, *program, *words], folder / "words", folder / "said.log")
+def train(
+    folder: Path, *words: str, killed_at: tuple[str, int] | None = None, anew: bool = False
+) -> Train:
+    module = "trainer.cli"
+    if killed_at is not None:
+        module, words = "tests.e2e.killed_train", (killed_at[0], str(killed_at[1]), *words)
+    return Train(module, words, folder / "words", folder / "said.log", anew=anew)
 
 
 def begin(folder: Path, **options: Any) -> Train:
@@ -191,7 +199,7 @@ def whole(
     """Metrics of an undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
     configure(folder, tiny_model, {"urls": [engine]})
-    with begin(folder) as run:
+    with begin(folder, anew=True) as run:
         assert run.wait() == 0, run.said
     assert summary(folder)["status"] == "done"
     assert len({trial["reward"] for trial in trials(folder)}) > 1
@@ -260,14 +268,17 @@ def assert_page_shows_the_first_step(said: str) -> None:
     assert '"step":1' in metrics.text.replace(" ", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.long)],
+)
 def test_signal_saves_and_ends_everything(
     engine: str, tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
+    """SIGHUP has the same handler, as `tests/trainer/run/test_control.py` shows, and ends other
+    processes as SIGTERM does."""
     configure(tmp_path, tiny_model, {"urls": [engine]})
-    ignored = signal.signal(number, signal.SIG_DFL)  # of SIGHUP, where the tests run under nohup
     with train(tmp_path, "--config", str(tmp_path / "config.yaml"), "trainer.save_every=0") as run:
-        signal.signal(number, ignored)
         for _ in range(TRIALS_PER_STEP * TURNS + 1):  # into the second step
             run.word()
         watched = run.watch()
@@ -299,16 +310,23 @@ def test_second_ctrl_c_ends_immediately_without_traceback(
         assert "Traceback" not in run.said
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [("engine core",), pytest.param(("server", "engine core"), marks=pytest.mark.long)],
+    ids=", ".join,
+)
 def test_killed_vllm_is_replaced_and_kill_9_of_the_trainer_ends_everything(
-    tiny_model: Path, tmp_path: Path
+    parts: Sequence[str], tiny_model: Path, tmp_path: Path
 ) -> None:
+    """Without its engine process, a server goes on listening: the harder of both to notice. Each
+    replacement starts one more vLLM."""
     configure(tmp_path, tiny_model, {"max_context_tokens": 512, "max_sequences": 4})
     replaced: list[int] = []
     with begin(tmp_path) as run:
         assert run.word()[0] == "answered"
         (server,) = servers(run)
         assert "--model" not in command_line(server)  # it started before that was known
-        for part in ("server", "engine core"):
+        for part in parts:
             os.kill(server if part == "server" else engine_core(server), signal.SIGKILL)
             replaced.append(server)
             for _ in range(TRIALS_PER_STEP * TURNS):  # into the next step
@@ -329,10 +347,10 @@ def test_vllm_killed_in_its_first_update_is_replaced(
 ) -> None:
     """Without its engine process, the server closes its port and never answers the request."""
     configure(tmp_path, tiny_model, {"max_context_tokens": 512, "max_sequences": 4})
-    program = ["-m", "tests.e2e.killed_engine", "/init_weight_transfer_engine", "1", part]
-    words = "--config", str(tmp_path / "config.yaml"), "trainer.steps=1"
-    argv = [sys.executable, *program, *words]
-    with Train(argv, tmp_path / "words", tmp_path / "said.log") as run:
+    killed = "/init_weight_transfer_engine", "1", part
+    words = *killed, "--config", str(tmp_path / "config.yaml"), "trainer.steps=1"
+    program = "tests.e2e.killed_engine"
+    with Train(program, words, tmp_path / "words", tmp_path / "said.log") as run:
         assert run.wait() == 0, run.said
     assert run.said.count("warning: engine-0 ended with") == 1
     assert summary(tmp_path)["status"] == "done"
@@ -350,9 +368,9 @@ def engine_core(server: int) -> int:
 
 def test_low_level_main_trains_an_agent(engine: str, tiny_model: Path, tmp_path: Path) -> None:
     configure(tmp_path, tiny_model, {"urls": [engine]})
-    program = ["-m", "trainer.mains.low_level", "--config", str(tmp_path / "config.yaml")]
-    argv = [sys.executable, *program, "trainer.steps=2"]
-    with Train(argv, tmp_path / "words", tmp_path / "said.log") as run:
+    words = "--config", str(tmp_path / "config.yaml"), "trainer.steps=2"
+    program = "trainer.mains.low_level"
+    with Train(program, words, tmp_path / "words", tmp_path / "said.log") as run:
         assert run.wait() == 0, run.said
     assert "step 2: reward" in run.said
     saved = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=1).latest()

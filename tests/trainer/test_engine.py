@@ -8,7 +8,7 @@ import pytest
 
 from proxy.engines import vllm_platform, vllm_server
 from tests.trainer.test_fit import config_of
-from trainer.cluster.local_engine import replica_server
+from trainer.cluster.replica_server import replica_server
 from trainer.engine import EnginesConfig
 from trainer.policy.model_config import ModelConfig
 from trainer.run.folder import RunFolder

@@ -28,7 +28,7 @@ from proxy.settings.late_section import load_extra
 from trainer.cluster.cluster import WorkerProcess
 from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.device_plan import gpus_here, plan_devices
-from trainer.cluster.local_engine import LocalReplica, replica_server
+from trainer.cluster.local_engine import LocalReplica
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_models import models_of_rank
 from trainer.cluster.rank_zero import OneThread, RankZero
@@ -38,6 +38,7 @@ from trainer.cluster.ranks import (
     starts_engines_early,
     torchrun_seat,
 )
+from trainer.cluster.replica_server import replica_server
 from trainer.errors import TrainerError
 from trainer.learning.learner import Learner
 from trainer.learning.models import Models

@@ -43,13 +43,14 @@ def prove(settings: Any, path: Path) -> str:
         of_copy = _cache_folder() / _key(small)
         if of_copy.exists():
             in_pieces = of_copy.read_text(encoding="utf-8")
-        elif (difference := proof_on_copy.find_difference(small)) is not None:
-            raise ConfigError(
-                f"model.path: {path}: {settings.model_type} models are not supported: {difference};"
-                " use another model"
-            )
         else:
-            in_pieces = proof_on_copy.find_difference_of_pieces(small) or ""
+            found = proof_on_copy.find_differences(small)
+            if found.whole is not None:
+                raise ConfigError(
+                    f"model.path: {path}: {settings.model_type} models are not supported:"
+                    f" {found.whole}; use another model"
+                )
+            in_pieces = found.pieces or ""
     except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         if isinstance(error, TypeError) and (unset := _open_sizes(settings)):

@@ -54,34 +54,48 @@ class Computed:
     gradients: dict[str, Tensor]
 
 
-def find_difference(small: Any) -> str | None:
-    """Where packed rows or trees differ from the model's own forward pass over each path; None if
-    they are equal. `small` is a configuration that `shrunk` returned."""
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Where the trainer's passes differ from the model's own forward pass over each path; None if
+    they are equal.
+
+    Example: Differences("layer 0 (sliding_attention) differs … when it is computed packed", None)
+    """
+
+    whole: str | None
+    """Packed rows, or whole trees."""
+    pieces: str | None
+    """Trees in pieces, or why they cannot be computed. None if `whole` differs already."""
+
+
+def find_differences(small: Any) -> Differences:
+    """`small` is a configuration that `shrunk` returned."""
     with _own_randomness():
-        model, batch, weights, own = _computed_alone(small)
-        for shape, share in _SHAPES.items():
-            ours = packed(model, batch, weights, share_prefixes=share)
-            if (difference := _compare(model, own, ours)) is None:
-                continue
-            again = packed(model, batch, weights, share_prefixes=share)
-            if _distance(again.logprobs, ours.logprobs) > TOLERANCE:
-                return (
-                    "its code gives other probabilities each time that it trains (dropout or router"
-                    " jitter)"
-                )
-            return f"{difference} when it is computed {shape}"
+        copied = _computed_alone(small)
+        whole = _difference_of_whole(*copied)
+        return Differences(whole, None if whole else _difference_of_pieces(*copied))
+
+
+def _difference_of_whole(model: Any, batch: Batch, weights: Tensor, own: Computed) -> str | None:
+    for shape, share in _SHAPES.items():
+        ours = packed(model, batch, weights, share_prefixes=share)
+        if (difference := _compare(model, own, ours)) is None:
+            continue
+        again = packed(model, batch, weights, share_prefixes=share)
+        if _distance(again.logprobs, ours.logprobs) > TOLERANCE:
+            return (
+                "its code gives other probabilities each time that it trains (dropout or router"
+                " jitter)"
+            )
+        return f"{difference} when it is computed {shape}"
     return None
 
 
-def find_difference_of_pieces(small: Any) -> str | None:
-    """Where a tree in pieces differs from the model's own forward pass over each path, or why it
-    cannot be computed; None if they are equal."""
-    with _own_randomness():
-        model, batch, weights, own = _computed_alone(small)
-        try:
-            difference = _compare(model, own, in_pieces(model, batch, weights))
-        except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
-            return " ".join(str(error).split())[:300]
+def _difference_of_pieces(model: Any, batch: Batch, weights: Tensor, own: Computed) -> str | None:
+    try:
+        difference = _compare(model, own, in_pieces(model, batch, weights))
+    except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
+        return " ".join(str(error).split())[:300]
     return None if difference is None else f"{difference} when it is computed {_PIECES}"
 
 
@@ -98,7 +112,7 @@ class Distances:
 
 def distances(small: Any) -> Distances:
     """The largest differences from the model's own computation; `small` as for
-    `find_difference`."""
+    `find_differences`."""
     with _own_randomness():
         model, batch, weights, own = _computed_alone(small)
         ways = [packed(model, batch, weights, share_prefixes=share) for share in _SHAPES.values()]

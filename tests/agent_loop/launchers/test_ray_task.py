@@ -47,6 +47,7 @@ def nodes() -> Iterator[Any]:
     """A head without room for agents, and one node with one core."""
     config = {
         "worker_register_timeout_seconds": 300,
+        "worker_niceness": 0,
         "health_check_initial_delay_ms": 0,
         "health_check_period_ms": 1000,
     }

@@ -17,7 +17,7 @@ from trainer.cluster import device_plan, local
 from trainer.cluster.config import ProcessesConfig
 from trainer.cluster.device_plan import DevicePlan, Gpu, fitted, plan_devices
 from trainer.cluster.local import LocalCluster
-from trainer.cluster.local_engine import replica_server
+from trainer.cluster.replica_server import replica_server
 from trainer.engine import EnginesConfig
 from trainer.errors import ConfigError
 from trainer.policy.model_config import ModelConfig, load_settings

@@ -25,8 +25,9 @@ from tests.trainer.fake_server import FakeServer
 from tests.trainer.test_fit import config_of, learner_of
 from trainer.cluster.cluster import ProxyService
 from trainer.cluster.engines import RunEngines
-from trainer.cluster.local_engine import LocalReplica, replica_server
+from trainer.cluster.local_engine import LocalReplica
 from trainer.cluster.rank_zero import OneThread, RankZero
+from trainer.cluster.replica_server import replica_server
 from trainer.errors import TrainerError
 from trainer.learning.learner import Learner
 from trainer.learning.policies import Learners

@@ -28,6 +28,8 @@ from proxy.machine import landlock
 from proxy.records import Origin, SessionKind
 from proxy.wall import Wall
 from tests.needs import skip_or_fail
+from tests.trainer.cluster.relay_processes import ALONE
+from tests.trainer.cluster.test_services import ScriptedTrainer
 from tests.trainer.fake_engine import fake_engine
 from tests.trainer.fake_server import FakeServer
 from tests.trainer.score_text import ScoreText
@@ -69,8 +71,9 @@ def cluster() -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             _temp_dir=folder,
-            # A worker imports Ray and the trainer first, which takes minutes on a busy machine.
-            _system_config={"worker_register_timeout_seconds": 300},
+            # A worker imports Ray and the trainer first, which takes minutes on a busy machine, and
+            # longer where it gives way to all others, which is Ray's default.
+            _system_config={"worker_register_timeout_seconds": 300, "worker_niceness": 0},
         )
         yield
 
@@ -263,6 +266,31 @@ def test_engine_with_several_workers_on_a_node_without_gpus_is_refused(
 
     with pytest.raises(ConfigError, match=r"engine_nodes=2: .* one worker on each node, not 2; "):
         asyncio.run(connect())
+
+
+def test_relay_worker_without_a_node_is_reported_with_what_the_cluster_has(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """A relay worker, which asks for a resource that no node has."""
+    settings = config_of(
+        tiny_model,
+        engine=ALONE,
+        cluster={"backend": "ray", "rank_cpus": 0.1, "room_timeout_s": 3},
+        relay={"workers": [{"cpus": 0.1, "resources": {"site_b": 1.0}}], "restarts": 1},
+    )
+    folder = RunFolder.create(tmp_path / "run")
+
+    async def start() -> None:
+        control = RunControl()
+        rank_zero = ScriptedTrainer().rank_zero
+        async with (
+            ray_cluster(settings, folder, control) as cluster,
+            RunServices(settings, folder, control, cluster, rank_zero, print).running(),
+        ):
+            pass
+
+    with pytest.raises(TrainerError, match=r"relay-0 found no node with .*'site_b': 1\.0"):
+        asyncio.run(start())
 
 
 KNOCK = """

@@ -39,6 +39,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Three nodes with room for one bundle each. The first one runs Ray's head and must stay."""
     config = {
         "worker_register_timeout_seconds": 300,
+        "worker_niceness": 0,
         "health_check_initial_delay_ms": 0,
         "health_check_period_ms": 1000,
     }

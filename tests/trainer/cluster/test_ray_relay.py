@@ -14,7 +14,6 @@ from tests.trainer.cluster.test_services import ScriptedTrainer
 from tests.trainer.test_fit import config_of
 from trainer.cluster.services import RunServices
 from trainer.config import TrainerConfig
-from trainer.errors import TrainerError
 from trainer.extras.ray import worker as ray_worker
 from trainer.run.control import RunControl
 from trainer.run.folder import RunFolder
@@ -75,21 +74,3 @@ def test_worker_runs_where_its_resource_is_and_moves_when_its_node_is_lost(
             assert await node_of("relay-0.2") == other.node_id
 
     asyncio.run(lose_the_site())
-
-
-def test_worker_without_a_node_is_reported_with_what_the_cluster_has(
-    tiny_model: Path, tmp_path: Path, nodes: Any
-) -> None:
-    settings, folder = config(tiny_model, room_timeout_s=3), RunFolder.create(tmp_path / "run")
-
-    async def start() -> None:
-        control = RunControl()
-        rank_zero = ScriptedTrainer().rank_zero
-        async with (
-            ray_cluster(settings, folder, control) as cluster,
-            RunServices(settings, folder, control, cluster, rank_zero, print).running(),
-        ):
-            pass
-
-    with pytest.raises(TrainerError, match=r"relay-0 found no node with .*'site_b': 1\.0"):
-        asyncio.run(start())

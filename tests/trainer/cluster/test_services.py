@@ -15,8 +15,9 @@ from tests.trainer.fake_engine import fake_engine
 from tests.trainer.fake_server import FakeServer
 from tests.trainer.test_fit import config_of
 from trainer.cluster.local import LocalCluster
-from trainer.cluster.local_engine import LocalReplica, replica_server
+from trainer.cluster.local_engine import LocalReplica
 from trainer.cluster.rank_zero import Connect, RankRequest, RankZero, SentWeights
+from trainer.cluster.replica_server import replica_server
 from trainer.cluster.services import RunServices
 from trainer.errors import TrainerError
 from trainer.run.control import RunControl

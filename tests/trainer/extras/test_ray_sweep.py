@@ -57,7 +57,7 @@ def cluster() -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             _temp_dir=folder,
-            _system_config={"worker_register_timeout_seconds": 300},
+            _system_config={"worker_register_timeout_seconds": 300, "worker_niceness": 0},
         )
         yield
 

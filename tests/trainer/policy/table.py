@@ -25,6 +25,7 @@ from trainer.policy.proof_on_copy import distances
 from trainer.policy.shrink import shrunk
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+CHECKPOINT = Path("CHECKPOINT")
 TOOL_TURNS = 3
 
 
@@ -57,16 +58,20 @@ def _filled(text: str, name: str, rows: list[str]) -> str:
 
 def reason(architecture: Architecture) -> str:
     """What the trainer says of a checkpoint of this architecture; empty if it is trained."""
-    folder = Path("CHECKPOINT")
     try:
-        settings = without_noise(architecture.settings())
-        check_settings(settings, folder, "model.path")
-        prove(settings, folder)
+        proven(architecture)
     except ConfigError as error:
-        return (
-            str(error).removeprefix(f"model.path: {folder}: ").removesuffix("; use another model")
-        )
+        start = f"model.path: {CHECKPOINT}: "
+        return str(error).removeprefix(start).removesuffix("; use another model")
     return ""
+
+
+def proven(architecture: Architecture) -> str:
+    """Why the trees of a checkpoint of this architecture are not computed in pieces; empty if they
+    are. Raises ConfigError if it is not trained."""
+    settings = without_noise(architecture.settings())
+    check_settings(settings, CHECKPOINT, "model.path")
+    return prove(settings, CHECKPOINT)
 
 
 def _trained(architecture: Architecture) -> str:

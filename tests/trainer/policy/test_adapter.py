@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from proxy.engines.vllm_server import server_arguments
 from tests.trainer.policy.test_policy import make_policy
 from tests.trainer.test_fit import config_of
-from trainer.cluster.local_engine import replica_server
+from trainer.cluster.replica_server import replica_server
 from trainer.errors import ConfigError
 from trainer.policy.adapter import (
     RandomAdapter,

@@ -9,14 +9,17 @@ import pytest
 
 from tests.trainer.policy.architectures import ARCHITECTURES, Architecture
 from tests.trainer.policy.float64 import in_float64
-from tests.trainer.policy.table import PAGE, reason
+from tests.trainer.policy.table import PAGE, proven, reason
 from trainer.policy.architecture import without_noise
-from trainer.policy.proof_on_copy import distances, find_difference_of_pieces
+from trainer.policy.proof_on_copy import distances
 from trainer.policy.shrink import shrunk
 
 TRAINED = [each for each in ARCHITECTURES if not each.refused]
 FLOAT32_ROUTERS = ("Qwen 3 MoE", "Qwen3-Next", "Qwen 3.5 MoE")
 """Their code names the type of the router's softmax in a way that `in_float64` leaves alone."""
+LONG = ("Kimi-Linear", "Gemma 3n")
+"""Refused because a layer differs, which `test_architecture.py` shows of phimoe in a fraction of a
+second; their proofs take 13 s and 22 s of processor time."""
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +27,20 @@ def nothing_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.title)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(each, marks=pytest.mark.long if each.title in LONG else (), id=each.title)
+        for each in ARCHITECTURES
+    ],
+)
 def test_architecture_is_equal_to_its_own_code_or_refused(architecture: Architecture) -> None:
-    said = reason(architecture)
+    """Packed, as a tree, and as a tree in pieces."""
     if architecture.refused:
+        said = reason(architecture)
         assert re.search(architecture.refused, said), said
     else:
-        assert said == ""
+        assert proven(architecture) == ""
 
 
 def test_page_lists_every_architecture() -> None:
@@ -41,12 +51,6 @@ def test_page_lists_every_architecture() -> None:
         for each in ARCHITECTURES
         if bool(each.refused) == refused
     ]
-
-
-@pytest.mark.parametrize("architecture", TRAINED, ids=lambda each: each.title)
-def test_trees_of_every_architecture_are_computed_in_pieces(architecture: Architecture) -> None:
-    small = shrunk(without_noise(architecture.settings()))
-    assert find_difference_of_pieces(small) is None
 
 
 @pytest.mark.parametrize("architecture", TRAINED, ids=lambda each: each.title)

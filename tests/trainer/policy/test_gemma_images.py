@@ -130,12 +130,26 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def rising(given: Batch) -> Tensor:
+    return torch.linspace(0.5, 1.5, given.num_tokens)
+
+
+@pytest.fixture(scope="module")
+def alone(model_path: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the model's own code computes of `batch()`."""
+    given = batch()
+    with in_float64():
+        return own(model_path, given, rising(given))
+
+
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("way", WAYS)
-def test_images_are_computed_as_the_models_own_code_does(model_path: Path, way: str) -> None:
+def test_images_are_computed_as_the_models_own_code_does(
+    model_path: Path, alone: tuple[Tensor, dict[str, Tensor]], way: str
+) -> None:
     given = batch()
-    weights = torch.linspace(0.5, 1.5, given.num_tokens)
-    logprobs, expected = own(model_path, given, weights)
+    weights = rising(given)
+    logprobs, expected = alone
     policy = policy_of(model_path, **WAYS[way])
     assert not any(micro.reads_only for micro in policy.pack(given))
     found = policy.compute_logprobs(given, temperature=1.0).logprobs

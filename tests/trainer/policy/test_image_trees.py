@@ -270,12 +270,26 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def rising(batch: Batch) -> Tensor:
+    return torch.linspace(0.5, 1.5, batch.num_tokens)
+
+
+@pytest.fixture(scope="module")
+def own(model_path: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the model's own code computes of `tree()`."""
+    batch = batch_of(tree())
+    with in_float64():
+        return own_code(model_path, batch, rising(batch))
+
+
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("way", WAYS)
-def test_images_are_computed_as_the_models_own_code_does(model_path: Path, way: str) -> None:
+def test_images_are_computed_as_the_models_own_code_does(
+    model_path: Path, own: tuple[Tensor, dict[str, Tensor]], way: str
+) -> None:
     batch = batch_of(tree())
-    weights = torch.linspace(0.5, 1.5, batch.num_tokens)
-    logprobs, expected = own_code(model_path, batch, weights)
+    weights = rising(batch)
+    logprobs, expected = own
     policy = policy_of(model_path, **WAYS[way])
     micros = policy.pack(batch)
     in_pieces = way.startswith("pieces")

@@ -32,9 +32,9 @@ from agent_loop.processes.listening import ListeningPorts
 from proxy.engines.vllm_server import VllmServer, socket_folder
 from trainer.cluster.cluster import ProxyService
 from trainer.cluster.config import ClusterConfig, ProcessesConfig
-from trainer.cluster.local_engine import replica_server
 from trainer.cluster.proxy_server import ProxyProcess
 from trainer.cluster.rank_zero import RankRequest, RankZero, SendRequest
+from trainer.cluster.replica_server import replica_server
 from trainer.engine import GPUS_OF_AN_ENGINE
 from trainer.errors import ConfigError, TrainerError
 from trainer.extras.ray.actors import (

@@ -27,7 +27,7 @@ from proxy.http.web_guard import host_of
 from proxy.machine.secrecy import without_credentials
 from trainer.cluster.cluster import Cluster, WorkerProcess
 from trainer.cluster.config import ProcessesConfig
-from trainer.cluster.local_engine import replica_engine
+from trainer.cluster.replica_server import replica_engine
 from trainer.engine import EnginesConfig
 from trainer.errors import TrainerError
 from trainer.extras.relay.config import NUMBER, RelaySection, RelayWorkersConfig
