@@ -1,5 +1,6 @@
 """An agent that looks for keys wherever it can, during a real run (on an engine of
-`proxy.extras.engines`): it finds none, and nothing that it sends to the control plane takes effect."""
+`proxy.extras.engines`): it finds none, and nothing that it sends to the control plane takes
+effect."""
 
 from __future__ import annotations
 

@@ -40,11 +40,6 @@ def test_start_loads_at_most_200_of_our_modules_and_no_extra() -> None:
     assert training.isdisjoint(found), "what only a run that trains needs is loaded by its main"
 
 
-def test_proxy_does_not_load_the_package_openai_and_who_needs_it_gets_it_whole() -> None:
-    found = loaded("proxy.app, proxy.testing\nassert 'openai' not in sys.modules\nimport openai")
-    assert {"renderers.client", "openai._client"} <= set(found)
-
-
 def test_relay_worker_loads_no_renderer() -> None:
     """Its engine gets ids. It starts in 1.1 s of processor time, with renderers in 2.8 s."""
     assert "renderers" not in loaded("proxy.extras.relay.worker_process")

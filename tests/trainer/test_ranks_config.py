@@ -1,6 +1,7 @@
 """`trainer.policies`: each policy has the run's own values for the keys that it leaves out.
 
-What is not together with it is refused, such as `agent_loop.extras.swarm` and `trainer.extras.sft`."""
+What is not together with it is refused, such as `agent_loop.extras.swarm` and
+`trainer.extras.sft`."""
 
 from __future__ import annotations
 

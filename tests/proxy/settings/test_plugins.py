@@ -1,4 +1,4 @@
-"""Parts are loaded by short name and by import path."""
+"""Parts are loaded by short name and by import path, those of every extra, too."""
 
 from __future__ import annotations
 
