@@ -4,8 +4,8 @@
     python -m tests.pins [NAME ...]
 
 A NAME is that of a file in this folder without `.txt`; without one, all that are installed. CI
-installs exactly these: an environment that resolves itself anew on each machine lets a release of a
-package that nobody here has named fail a commit that had passed.
+installs exactly these versions. If each machine chose the newest ones, the release of any package
+could fail a commit that had passed.
 """
 
 from __future__ import annotations

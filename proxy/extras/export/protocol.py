@@ -37,7 +37,6 @@ class Sample:
     """`reward` minus the mean reward of the exported sessions of the same task."""
     secrets: SessionSecrets | None = None
     """Which tokens of `turns` spell secrets, and are masked; None: nothing is masked."""
-
     origins: Sequence[Session] = ()
     """Of a branch: the sessions that it continues, as far as the source has them. What their
     metadata shows to be a secret is one in the branch, too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.conversation import Conversation
@@ -43,6 +43,7 @@ def test_line_breaks_in_strings_are_read_and_nothing_else(text: str, value: obje
         st.one_of(st.text(), st.floats(allow_nan=False, allow_infinity=False), st.integers()),
     )
 )
+@settings(deadline=None)
 def test_arguments_are_equal_to_what_a_lenient_agent_makes_of_them(
     value: dict[str, object],
 ) -> None:
