@@ -12,6 +12,7 @@ all forks would draw the same numbers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
@@ -80,11 +81,20 @@ def _call(
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code is not error.code and code:
+            _say(lambda: print(error.code, file=sys.stderr))  # as Python itself
     except BaseException:  # noqa: BLE001 (ends the process; the traceback goes to its log)
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        _say(traceback.print_exc)
+    _say(lambda: sys.stdout.flush())
+    _say(lambda: sys.stderr.flush())
     os._exit(code)
+
+
+def _say(words: Callable[[], None]) -> None:
+    """The function may have closed its streams, or put anything in their place: its result and exit
+    code are what they are all the same."""
+    with contextlib.suppress(Exception):
+        words()
 
 
 def _typed(kind: Callable[..., Any], fields: dict[str, Any]) -> Any:

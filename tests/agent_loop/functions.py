@@ -31,6 +31,27 @@ def fails(call: AgentCall) -> None:
     raise KeyError("no such thing")
 
 
+def exits_with_a_message(call: AgentCall) -> None:
+    sys.exit("no such agent")
+
+
+def closes_its_streams(call: AgentCall) -> float:
+    sys.stdout.close()
+    sys.stderr.close()
+    return 0.5
+
+
+def replaces_its_streams(call: AgentCall) -> float:
+    sys.stdout = None  # type: ignore[assignment]
+    sys.stderr = object()  # type: ignore[assignment]
+    return 0.5
+
+
+def fails_without_streams(call: AgentCall) -> float:
+    replaces_its_streams(call)
+    raise KeyError("no such thing")
+
+
 def leaves_state(call: AgentCall) -> float:
     state.append(call.trial_id)
     return float(len(state))

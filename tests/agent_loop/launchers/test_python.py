@@ -65,6 +65,28 @@ async def test_exception_is_a_crash_with_its_traceback_in_the_log(make_trial: Ma
     assert "KeyError: 'no such thing'" in log_of(trial)
 
 
+async def test_exit_with_a_message_is_a_crash_with_the_message_in_the_log(
+    make_trial: MakeTrial,
+) -> None:
+    trial = make_trial()
+    result = await run(trial, "exits_with_a_message")
+    assert (result.end, result.reward) == (AgentEnd.CRASHED, None)
+    assert log_of(trial) == "no such agent\n"
+
+
+@pytest.mark.parametrize("function", ["closes_its_streams", "replaces_its_streams"])
+async def test_reward_of_a_function_without_its_streams_counts(
+    make_trial: MakeTrial, function: str
+) -> None:
+    result = await run(make_trial(), function)
+    assert (result.end, result.reward) == (AgentEnd.EXITED, 0.5)
+
+
+async def test_function_that_fails_without_its_streams_is_a_crash(make_trial: MakeTrial) -> None:
+    result = await run(make_trial(), "fails_without_streams")
+    assert (result.end, result.reward) == (AgentEnd.CRASHED, None)
+
+
 async def test_trial_does_not_see_the_effects_of_earlier_trials(tmp_path: Path) -> None:
     trials = launcher("leaves_state")
     for number in range(2):
