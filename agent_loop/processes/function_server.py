@@ -76,7 +76,7 @@ def _call(
         result = function(_typed(argument, job["call"]["argument"]))
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        text = sealed(json.dumps(result), job["call"].get("seal"))
+        text = sealed(json.dumps(result, default=_number), job["call"].get("seal"))
         Path(job["call"]["result"]).write_text(text, encoding="utf-8")
         code = 0
     except SystemExit as error:
@@ -88,6 +88,13 @@ def _call(
     _say(lambda: sys.stdout.flush())
     _say(lambda: sys.stderr.flush())
     os._exit(code)
+
+
+def _number(value: Any) -> Any:
+    """A scalar of NumPy or PyTorch as a number, which JSON alone does not know."""
+    if not hasattr(value, "item"):
+        raise TypeError(f"returned {type(value).__name__}, which is no number and no part of JSON")
+    return value.item()
 
 
 def _say(words: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from typing import Any
 
 from agent_loop.launchers.calls import AgentCall, GradeCall
 
@@ -50,6 +51,22 @@ def replaces_its_streams(call: AgentCall) -> float:
 def fails_without_streams(call: AgentCall) -> float:
     replaces_its_streams(call)
     raise KeyError("no such thing")
+
+
+def returns_scalars(call: AgentCall) -> dict[str, Any]:
+    import numpy as np
+
+    return {"reward": np.float32(0.5), "solved": np.bool_(True), "steps": np.int64(3)}
+
+
+def returns_an_array(call: AgentCall) -> Any:
+    import numpy as np
+
+    return np.zeros(2)
+
+
+def returns_an_object(call: AgentCall) -> Any:
+    return object()
 
 
 def leaves_state(call: AgentCall) -> float:

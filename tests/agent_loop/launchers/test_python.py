@@ -87,6 +87,24 @@ async def test_function_that_fails_without_its_streams_is_a_crash(make_trial: Ma
     assert (result.end, result.reward) == (AgentEnd.CRASHED, None)
 
 
+async def test_scalars_of_numpy_are_a_reward(make_trial: MakeTrial) -> None:
+    result = await run(make_trial(), "returns_scalars")
+    assert (result.end, result.reward) == (AgentEnd.EXITED, 0.5)
+    assert result.reward_parts == {"reward": 0.5, "solved": 1.0, "steps": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("returns_an_array", "size 1"), ("returns_an_object", "returned object, which is no number")],
+)
+async def test_what_is_no_number_is_a_crash_that_says_so(
+    make_trial: MakeTrial, function: str, words: str
+) -> None:
+    trial = make_trial()
+    assert (await run(trial, function)).end is AgentEnd.CRASHED
+    assert words in log_of(trial)
+
+
 async def test_trial_does_not_see_the_effects_of_earlier_trials(tmp_path: Path) -> None:
     trials = launcher("leaves_state")
     for number in range(2):
