@@ -39,6 +39,7 @@ from tests.proxy.conftest import (  # noqa: F401
     rendering,
     start_proxy,
 )
+from tests.proxy.extras.view.chromium import ended_with_its_test
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = needs(None if CHROMIUM else "chromium is not installed: apt-get install chromium")
@@ -328,9 +329,11 @@ async def visit(
     """What the page reported before it went to the target."""
     assert CHROMIUM is not None
     browser = await asyncio.create_subprocess_exec(
+        *ended_with_its_test(),
         *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
         *(f"--user-data-dir={folder}", "--remote-debugging-port=0"),
         *(f"--host-resolver-rules=MAP {NAME} 127.0.0.1", url),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,

@@ -11,14 +11,18 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import re
 import shutil
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from proxy.engines import guard
 
 PROGRAM = shutil.which("chromium")
 MISSING = None if PROGRAM else "chromium is not installed: apt-get install chromium"
@@ -33,6 +37,8 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-port=0",
 )
+GRACE_S = 10
+"""Seconds in which a browser ends by itself."""
 
 
 class Chromium:
@@ -176,12 +182,19 @@ class Tab:
         return base64.b64decode(done["data"])
 
 
+def ended_with_its_test() -> Sequence[str]:
+    """The beginning of a browser's command line, by which it also ends if its test is killed."""
+    return sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(GRACE_S)
+
+
 @asynccontextmanager
 async def chromium(folder: Path) -> AsyncIterator[Chromium]:
     """`folder`: for the browser's profile."""
     assert PROGRAM is not None
     process = await asyncio.create_subprocess_exec(
+        *ended_with_its_test(),
         *(PROGRAM, *FLAGS, f"--user-data-dir={folder}", "about:blank"),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
