@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
-from proxy.machine.port import free_port
 from tests.e2e.steady_agent import TURNS
 from tests.e2e.test_train_process import (
     STEPS,
@@ -64,8 +64,9 @@ def test_two_ranks_of_torchrun_train_as_one_process(
         configure(folder, tiny_model, {"urls": [engine]})
     with train(alone, "--config", str(alone / "config.yaml"), SMOOTH) as run:
         assert run.wait() == 0, run.said
-    # Started as on two machines with one rank each.
-    meeting = f"127.0.0.1:{free_port('127.0.0.1')}"
+    # Started as on two machines with one rank each, which meet at a port that nobody else can take.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = f"127.0.0.1:{store.port}"
     options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting)
     with torchrun(both, options, log="0.log") as one, torchrun(both, options, log="1.log") as two:
         assert (one.wait(), two.wait()) == (0, 0), one.said + two.said
