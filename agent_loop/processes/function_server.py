@@ -22,6 +22,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,8 @@ def _call(
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if code is not error.code and code:
-            _say(lambda: print(error.code, file=sys.stderr))  # as Python itself
+        if code and code is not error.code:
+            _say(partial(print, error.code, file=sys.stderr))  # as Python does
     except BaseException:  # noqa: BLE001 (ends the process; the traceback goes to its log)
         _say(traceback.print_exc)
     _say(lambda: sys.stdout.flush())

@@ -43,7 +43,7 @@ def closes_its_streams(call: AgentCall) -> float:
 
 
 def replaces_its_streams(call: AgentCall) -> float:
-    sys.stdout = None  # type: ignore[assignment]
+    sys.stdout = None
     sys.stderr = object()  # type: ignore[assignment]
     return 0.5
 

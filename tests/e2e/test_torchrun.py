@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.steady_agent import TURNS
@@ -65,7 +64,9 @@ def test_two_ranks_of_torchrun_train_as_one_process(
     with train(alone, "--config", str(alone / "config.yaml"), SMOOTH) as run:
         assert run.wait() == 0, run.said
     # Started as on two machines with one rank each, which meet at a port that nobody else can take.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     meeting = f"127.0.0.1:{store.port}"
     options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting)
     with torchrun(both, options, log="0.log") as one, torchrun(both, options, log="1.log") as two:
