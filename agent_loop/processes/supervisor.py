@@ -465,7 +465,8 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
-    """Sets up the forked child and runs `body` in it; never returns."""
+    """Sets up the forked child and runs `body` in it; never returns nor raises: what follows is its
+    parent's."""
 
     def become() -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
@@ -492,9 +493,13 @@ def _become_agent(job: Job, body: Body, fds: ChildFds, parent: int) -> None:
         if job["wall"] is None:
             become()
         _behind_wall(job, become, fds.left_over)
-    except (OSError, ValueError) as error:
-        os.write(fds.error, str(error).encode())
-    os._exit(127)
+    except BaseException as error:  # noqa: BLE001 (it is the reason why there is no agent)
+        own = isinstance(error, OSError | ValueError)
+        words = str(error) if own else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):  # it is closed once the agent runs
+            os.write(fds.error, words.encode(errors="replace"))
+    finally:
+        os._exit(127)
 
 
 def _end_first_without_memory() -> None:
