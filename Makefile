@@ -88,6 +88,7 @@ starter: setup
 	$(BIN)/python -m examples.starter_model --expert benchmarks.compaction.expert:transcript --transcripts 3840 --epochs 4 --batch 16 --max-loss 0.08 --out benchmarks/compaction/model
 	$(BIN)/python -m examples.starter_model --expert examples.claude_code.expert:transcript --transcripts 4480 --lengths mixed --context-tokens 4096 --out examples/claude_code/model
 	$(BIN)/python -m examples.starter_model --expert examples.codex.expert:transcript --transcripts 4480 --lengths mixed --context-tokens 4096 --out examples/codex/model
+	$(BIN)/python -m examples.starter_model --expert examples.swe_agent.expert:transcript --transcripts 2560 --lengths mixed --context-tokens 4096 --out examples/swe_agent/model
 
 dist: setup ## build the wheel and, with npm, the Helm chart in dist/, and the overrides that the extras need
 	rm -rf build dist
@@ -160,7 +161,6 @@ train-codex: $(AGENTS)/.ready
 
 # Its model is not in the repository: it is made here first, in about 15 minutes of processor time.
 train-swe-agent: $(AGENTS)/swe-agent/.ready
-	$(BIN)/python -m examples.starter_model --expert examples.swe_agent.expert:transcript --transcripts 2560 --lengths mixed --context-tokens 4096 --out .cache/swe_agent/model
 	$(BIN)/agentic-train --config examples/swe_agent/agentic_trainer.yaml $(ARGS)
 
 train-pretrained: $(PRETRAINED)/.ready ## Gemma 3 270M learns the quickstart's task; TERMS=accept after reading Google's terms

@@ -23,7 +23,6 @@ CONFIGS = [
 MADE = {
     ROOT / "examples/pretrained/agentic_trainer.yaml": Path(".cache/pretrained/model"),
     ROOT / "examples/images/agentic_trainer.yaml": Path(".cache/images/model"),
-    ROOT / "examples/swe_agent/agentic_trainer.yaml": Path(".cache/swe_agent/model"),
 }
 """Configurations of models that are not in the repository → the folder in which each is made."""
 LAYERS = [

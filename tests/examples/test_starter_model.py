@@ -54,6 +54,11 @@ SHIPPED = {
         "examples.codex.expert:transcript",
         ("--transcripts", "4480", "--lengths", "mixed", "--context-tokens", "4096"),
     ),
+    "swe_agent": Shipped(
+        EXAMPLES / "swe_agent/model",
+        "examples.swe_agent.expert:transcript",
+        ("--transcripts", "2560", "--lengths", "mixed", "--context-tokens", "4096"),
+    ),
     "judge": Shipped(
         EXAMPLES / "judge/model",
         "examples.judge.expert:transcript",

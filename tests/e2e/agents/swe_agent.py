@@ -36,5 +36,5 @@ async def test_its_temperature_of_0_reaches_the_sampler_in_evaluation_alone(
 
 
 async def test_recorded_tokens_are_those_of_the_transcript(tmp_path: Path) -> None:
-    tokens = ROOT / "examples/codex/model"  # its own model is made by `make train-swe-agent`
+    tokens = ROOT / "examples/swe_agent/model"
     await assert_recorded_as_written("swe_agent", played, tokens, tmp_path)
