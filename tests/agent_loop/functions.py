@@ -44,7 +44,7 @@ def closes_its_streams(call: AgentCall) -> float:
 
 def replaces_its_streams(call: AgentCall) -> float:
     sys.stdout = None
-    sys.stderr = object()  # type: ignore[assignment]
+    sys.stderr = object()
     return 0.5
 
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -33,7 +33,7 @@ def job(folder: Path, code: str, *arguments: str, timeout_s: float = 60.0) -> Jo
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from tests.agent_loop.processes.test_host import ProcessHost, job
 folder = Path(sys.argv[1])
 asyncio.run(ProcessHost().run(job(folder, sys.argv[2], timeout_s=600)))
@@ -272,7 +272,12 @@ def test_child_that_cannot_become_its_agent_says_why_and_never_goes_on_as_its_pa
 
     error, error_write = os.pipe()
     out, parent = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), os.getpid()
-    described = {"wall": None, "open_files": 1024, "limits": {}, "cwd": str(tmp_path)}
+    described: dict[str, Any] = {
+        "wall": None,
+        "open_files": 1024,
+        "limits": {},
+        "cwd": str(tmp_path),
+    }
     if (child := os.fork()) == 0:
         try:
             fds = supervisor.ChildFds(out, out, error_write, os.dup(out))
