@@ -159,7 +159,6 @@ train-claude-code: $(AGENTS)/.ready
 train-codex: $(AGENTS)/.ready
 	$(BIN)/agentic-train --config examples/codex/agentic_trainer.yaml $(ARGS)
 
-# Its model is not in the repository: it is made here first, in about 15 minutes of processor time.
 train-swe-agent: $(AGENTS)/swe-agent/.ready
 	$(BIN)/agentic-train --config examples/swe_agent/agentic_trainer.yaml $(ARGS)
 

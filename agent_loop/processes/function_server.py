@@ -83,11 +83,11 @@ def _call(
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code and code is not error.code:
-            _say(partial(print, error.code, file=sys.stderr))  # as Python does
+            _attempt(partial(print, error.code, file=sys.stderr))  # as Python does
     except BaseException:  # noqa: BLE001 (ends the process; the traceback goes to its log)
-        _say(traceback.print_exc)
-    _say(lambda: sys.stdout.flush())
-    _say(lambda: sys.stderr.flush())
+        _attempt(traceback.print_exc)
+    _attempt(lambda: sys.stdout.flush())
+    _attempt(lambda: sys.stderr.flush())
     os._exit(code)
 
 
@@ -98,11 +98,11 @@ def _number(value: Any) -> Any:
     return value.item()
 
 
-def _say(words: Callable[[], None]) -> None:
+def _attempt(output: Callable[[], None]) -> None:
     """The function may have closed its streams, or put anything in their place: its result and exit
     code are what they are all the same."""
     with contextlib.suppress(Exception):
-        words()
+        output()
 
 
 def _typed(kind: Callable[..., Any], fields: dict[str, Any]) -> Any:

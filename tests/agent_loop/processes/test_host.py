@@ -6,15 +6,14 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 
 from agent_loop.errors import LaunchError
-from agent_loop.processes import supervisor
 from agent_loop.processes.host import Ended, Job, Limits, ProcessHost
 from tests.agent_loop.launchers.test_command import DAEMON, alive, until
 
@@ -33,7 +32,6 @@ def job(folder: Path, code: str, *arguments: str, timeout_s: float = 60.0) -> Jo
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from typing import Any, NoReturn
 from tests.agent_loop.processes.test_host import ProcessHost, job
 folder = Path(sys.argv[1])
 asyncio.run(ProcessHost().run(job(folder, sys.argv[2], timeout_s=600)))
@@ -261,31 +259,33 @@ async def test_second_cancellation_waits_for_the_agents_end_too(tmp_path: Path) 
     await host.close()
 
 
+BECOMES = """
+import os
+from agent_loop.processes import supervisor
+def body(job, error_fd):
+    raise {fault!r}
+log = os.open("log", os.O_WRONLY | os.O_CREAT)
+fds = supervisor.ChildFds(log, log, os.dup(1), os.dup(log))
+job = dict(wall=None, open_files=1024, limits=dict(), cwd=".")
+try:
+    supervisor._become_agent(job, body, fds, os.getppid())
+finally:
+    os._exit(3)  # it went on as its parent
+"""
+
+
 @pytest.mark.parametrize(
     ("fault", "words"), [(KeyError("names"), "KeyError: 'names'"), (OSError("no room"), "no room")]
 )
 def test_child_that_cannot_become_its_agent_says_why_and_never_goes_on_as_its_parent(
     fault: Exception, words: str, tmp_path: Path
 ) -> None:
-    def body(_: object, __: int) -> NoReturn:
-        raise fault
-
-    error, error_write = os.pipe()
-    out, parent = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), os.getpid()
-    described: dict[str, Any] = {
-        "wall": None,
-        "open_files": 1024,
-        "limits": {},
-        "cwd": str(tmp_path),
-    }
-    if (child := os.fork()) == 0:
-        try:
-            fds = supervisor.ChildFds(out, out, error_write, os.dup(out))
-            supervisor._become_agent(described, body, fds, parent)
-        finally:
-            os._exit(3)
-    os.close(error_write)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 127
-    assert os.read(error, 1000).decode() == words
-    os.close(error)
-    os.close(out)
+    child = subprocess.run(
+        [sys.executable, "-c", BECOMES.format(fault=fault)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert (child.returncode, child.stdout) == (127, words)
